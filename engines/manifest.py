@@ -1,0 +1,117 @@
+"""What an exported folder holds: `manifest.json`, written last, read by the engine builder and the runtime.
+
+Standard library only; both the export side and the runtime side import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.errors import EngineError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that the runtime needs to make state buffers and check requests."""
+
+    vocab_size: int
+    hidden_size: int
+    gdn_layers: tuple[int, ...]
+    attention_layers: tuple[int, ...]
+    draft_layer: int | None
+    num_kv_heads: int
+    head_dim: int
+    gdn_v_heads: int
+    gdn_head_dim: int
+    conv_channels: int
+    conv_kernel: int
+    context_length: int
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """end_token_ids stop generation; bos_token_id is put in front when the file asks for it, else None."""
+
+    end_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    has_chat_template: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of an exported folder. `files` maps a role (trunk, draft, commit, weights, ...) to [file name, size]."""
+
+    model_name: str
+    content_key: str
+    target: str
+    geometry: Geometry
+    tokenizer: TokenizerInfo
+    files: dict[str, tuple[str, int]]
+    notes: tuple[str, ...] = field(default=())
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def has_draft(self) -> bool:
+        return self.geometry.draft_layer is not None
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` whole or not at all (temporary name, fsync, rename)."""
+        temporary = folder / (MANIFEST_NAME + ".part")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / MANIFEST_NAME)
+
+    def file(self, folder: Path, role: str) -> Path:
+        """Path of a role's file. Raises EngineError when the folder is incomplete."""
+        if role not in self.files:
+            raise EngineError(f"{folder}: the manifest lists no {role!r} file (has {', '.join(sorted(self.files))})")
+        name, size = self.files[role]
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if path.parent != folder or found != size:
+            raise EngineError(
+                f"{path}: {'missing' if found is None else f'{found} bytes'}, the manifest says {size} bytes;"
+                " the export is damaged, run `python -m export` again"
+            )
+        return path
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read `manifest.json` of an exported folder. Raises EngineError naming what is wrong with it."""
+    path = folder / MANIFEST_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineError(
+            f"{folder}: no {MANIFEST_NAME}; not an exported model (make one with `python -m export`)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: unreadable manifest ({error}); run `python -m export` again") from None
+    if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
+        found = raw.get("format_version") if isinstance(raw, dict) else None
+        raise EngineError(f"{path}: manifest format {found!r}, wanted {FORMAT_VERSION}; run `python -m export` again")
+    try:
+        return Manifest(
+            model_name=raw["model_name"],
+            content_key=raw["content_key"],
+            target=raw["target"],
+            geometry=Geometry(**{key: _tuples(value) for key, value in raw["geometry"].items()}),
+            tokenizer=TokenizerInfo(**{key: _tuples(value) for key, value in raw["tokenizer"].items()}),
+            files={role: _tuples(entry) for role, entry in raw["files"].items()},
+            notes=_tuples(raw["notes"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"{path}: incomplete manifest ({error}); run `python -m export` again") from None

@@ -1,0 +1,82 @@
+"""The interface between the speculative loop and whatever computes: one trunk engine, one draft engine.
+
+Both hold the state of one sequence. A *pass* processes the next T tokens of that sequence; a trunk pass is
+provisional until `commit` says how many of its tokens stay. Positions count from 0; `position` is the number of
+committed tokens, equal to the KV length.
+
+Token choice belongs to the engine, because a GPU engine keeps logits on the device: the sampler given to `start` is a
+pure function of (logits, position), so plain and speculative runs choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+# (logits [R, V] float32, positions [R] of the tokens being chosen) -> token ids [R].
+Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Outcome of one trunk pass over T tokens.
+
+    choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's).
+    hidden: rows of the trunk's hidden state after output_norm, [T, D]; opaque to the loop, which only slices rows
+    (``hidden[a:b]``) and hands them to the draft engine.
+    """
+
+    choices: np.ndarray
+    hidden: Any
+
+
+class TrunkEngine(Protocol):
+    """The trunk: prefill, and verify passes of 1..max_rows tokens that can be rolled back."""
+
+    context_size: int
+    max_rows: int
+    prefill_chunk: int
+
+    @property
+    def position(self) -> int:
+        """Number of committed tokens."""
+
+    def start(self, sampler: Sampler) -> None:
+        """Forget the sequence; begin a new one at position 0."""
+
+    def prefill(self, tokens: Sequence[int]) -> Pass:
+        """Process and commit 1..prefill_chunk tokens. Choice of the last row only."""
+
+    def verify(self, tokens: Sequence[int]) -> Pass:
+        """Process 1..max_rows tokens provisionally. T == 1 is plain decoding. Needs `commit` before the next pass."""
+
+    def commit(self, n_keep: int) -> None:
+        """Keep the first n_keep (1..T) tokens of the last verify pass; every effect of the others is undone."""
+
+
+class DraftEngine(Protocol):
+    """The NextN head. A row is (token at position p, hidden of position p - 1); it guesses the token at p + 1."""
+
+    prefill_chunk: int
+
+    @property
+    def position(self) -> int:
+        """Rows the head has taken with true trunk hiddens; drafted rows past it are dead."""
+
+    def start(self, sampler: Sampler) -> None:
+        """Forget the sequence."""
+
+    def prefill(self, tokens: Sequence[int], hidden: Any) -> None:
+        """Take 1..prefill_chunk rows (tokens [T], true hiddens of the position before each, [T, D]); no draft."""
+
+    def draft(self, tokens: Sequence[int], hidden: Any, n: int) -> np.ndarray:
+        """Take 1..prefill_chunk true rows as in `prefill`, then draft n >= 1 tokens after them; ids int64 [n]."""
+
+    def zero_hidden(self) -> Any:
+        """One all-zero hidden row [1, D]: what stands before the first token of a sequence."""
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Concatenate hidden rows along axis 0."""
