@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -104,6 +105,19 @@ def test_gumbel_bits_are_pinned():
         "0x1.5c6766f467b8ep+4",
         "0x1.6dfb516f1cbbep+4",
     ]
+    many = noise.gumbel(np.arange(7, 2**32, 1_000_003, dtype=np.uint64))
+    assert (
+        hashlib.sha256(many.astype("<f8").tobytes()).hexdigest()
+        == "ac71d41ab6357cef6374ff79fa7c5c8407de8d98261a56cee422883700cd5b79"
+    )
+
+
+def test_exp_bits_are_pinned():
+    many = noise.exp(np.arange(0, -40, -0.0078125))
+    assert (
+        hashlib.sha256(many.astype("<f8").tobytes()).hexdigest()
+        == "d44007bc0a8cc480620822d28f49bb35b46be5970f92e983fa9083ce697a4ec3"
+    )
 
 
 def test_gumbel_stays_in_its_bounds_and_rises():
@@ -117,6 +131,12 @@ def test_gumbel_stays_in_its_bounds_and_rises():
 def test_greedy_is_argmax_lowest_id_first():
     logits = np.array([[1, 5, 5, -np.inf], [2, 2, 2, 2], [-np.inf, -3, -np.inf, -3]], np.float32)
     assert choose(logits, np.arange(3), SamplingParams(seed=9)).tolist() == [1, 0, 1]
+
+
+def test_lowest_id_wins_among_equal_keys():
+    logits = np.full((4, 40), 1e30, np.float32)  # the noise is lost in the sum
+    logits[1, :7] = -np.inf
+    assert choose(logits, np.arange(4), SamplingParams(1.0, seed=5)).tolist() == [0, 7, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
