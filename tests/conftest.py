@@ -1,0 +1,66 @@
+"""Fixtures and marker handling shared by all tests."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.named_inputs import write_named
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``tiny(name)``: path of the named model file, written once a session. Do not change these files."""
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def path_of(name: str) -> Path:
+        return write_named(name, folder)
+
+    return path_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu", action="store_true", help="fail, instead of skipping GPU tests, when there is no NVIDIA GPU"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-gpu") and not _num_gpus():
+        raise pytest.UsageError("--require-gpu: no NVIDIA GPU found (no driver, or no device visible)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, saying what it lacks."""
+    lacking = {
+        "gpu": None if _num_gpus() else "needs an NVIDIA GPU",
+        "trt": None if _installed("tensorrt", "tensorrt_rtx") else "needs a TensorRT package",
+        "peer": None if _installed("llama_cpp_py_sync") else "needs the test extra 'peer' (llama.cpp)",
+    }
+    for item in items:
+        for marker, reason in lacking.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@cache
+def _num_gpus() -> int:
+    """CUDA devices the driver shows; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def _installed(*packages: str) -> bool:
+    return any(importlib.util.find_spec(package) for package in packages)
