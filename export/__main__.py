@@ -1,0 +1,42 @@
+"""`python -m export MODEL.gguf -o DIR`: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from engines.errors import NextnError
+from export.config import load_config
+from export.exporter import count_weights, export_model
+from export.gguf_file import GGUFFile
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m export", description="Export a qwen35 GGUF to ONNX.")
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model; of a split model the first part")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write (replaced whole)")
+    parser.add_argument("--target", choices=["onnxruntime"], default="onnxruntime", help="form of the graphs")
+    parser.add_argument("--no-draft", action="store_true", help="leave the NextN draft head out")
+    options = parser.parse_args(arguments)
+    try:
+        file = GGUFFile.open(options.model)
+        total = count_weights(file, load_config(file, draft=not options.no_draft))
+        with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False) as bar:
+            manifest = export_model(options.model, options.output, draft=not options.no_draft, progress=bar.update)
+    except NextnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for note in manifest.notes:
+        print(f"note: {note}", file=sys.stderr)
+    size = sum(nbytes for _, nbytes in manifest.files.values())
+    head = f"draft head at block {manifest.geometry.draft_layer}" if manifest.has_draft else "no draft head"
+    print(f"{options.output}: {manifest.model_name}, {len(manifest.files)} files, {size / 1e6:.1f} MB, {head}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

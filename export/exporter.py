@@ -1,0 +1,127 @@
+"""GGUF file -> exported folder: weights, graphs, tokenizer, template, manifest. All or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from engines.errors import ResourceError, UsageError
+from engines.manifest import MANIFEST_NAME, Geometry, Manifest, TokenizerInfo
+from export.blocks import BLOCK_FORMS
+from export.config import ModelConfig, load_config
+from export.gguf_file import GGUFFile, GGUFTensor
+from export.graph import Graph
+from export.model_graphs import draft_graph, replay_graph, trunk_graph
+from export.tokenizer import write_tokenizer
+from export.weights import ALIGNMENT, WeightStore
+
+WEIGHTS_NAME = "weights.bin"
+
+
+def export_model(
+    model: Path, folder: Path, *, draft: bool = True, progress: Callable[[int], None] = lambda values: None
+) -> Manifest:
+    """Export a GGUF for ONNX Runtime into ``folder``, which is replaced as a whole once everything is written.
+
+    ``draft`` False leaves the draft head out. ``progress`` is told the number of weights handled, piece by piece (see
+    `count_weights`). Raises ModelFileError, UsageError (folder holds something else), ResourceError (disk).
+    """
+    file = GGUFFile.open(model)
+    config = load_config(file, draft=draft)
+    _check_target(folder, file, config)
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    try:
+        part.mkdir(parents=True)
+        manifest = _write_all(file, config, part, progress)
+        _swap(part, folder)
+    except OSError as error:
+        raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return manifest
+
+
+def count_weights(file: GGUFFile, config: ModelConfig) -> int:
+    """Number of weights that an export handles, for a progress bar."""
+    return sum(int(np.prod(file.tensors[name].shape)) for name in config.tensor_names())
+
+
+def _write_all(file: GGUFFile, config: ModelConfig, part: Path, progress: Callable[[int], None]) -> Manifest:
+    graphs: dict[str, Graph] = {}
+    with WeightStore(part / WEIGHTS_NAME, progress) as store:
+        graphs["trunk"] = trunk_graph(file, config, store)
+        if config.draft is not None:
+            graphs["draft"] = draft_graph(file, config, store)
+        if config.gdn_layers:
+            graphs["replay"] = replay_graph(config)
+    for role, graph in graphs.items():
+        graph.save(part / f"{role}.onnx")
+    tokenizer = TokenizerInfo(**write_tokenizer(file, part))
+    roles = {"weights": WEIGHTS_NAME, "tokenizer": "tokenizer.json", **{role: f"{role}.onnx" for role in graphs}}
+    if tokenizer.has_chat_template:
+        roles["chat_template"] = "chat_template.jinja"
+    manifest = Manifest(
+        model_name=file.get("general.name", str, file.path.stem),
+        content_key=file.content_key(),
+        target="onnxruntime",
+        geometry=_geometry(config),
+        tokenizer=tokenizer,
+        files={role: (name, (part / name).stat().st_size) for role, name in roles.items()},
+        notes=tuple(store.notes),
+    )
+    manifest.save(part)
+    return manifest
+
+
+def _geometry(config: ModelConfig) -> Geometry:
+    return Geometry(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        gdn_layers=config.gdn_layers,
+        attention_layers=config.attention_layers,
+        draft_layer=config.draft.layer if config.draft else None,
+        num_kv_heads=config.attention.num_kv_heads,
+        head_dim=config.attention.head_dim,
+        gdn_v_heads=config.gdn.num_v_heads,
+        gdn_head_dim=config.gdn.head_dim,
+        conv_channels=config.gdn.conv_dim,
+        conv_kernel=config.gdn.conv_kernel,
+        context_length=config.context_length,
+    )
+
+
+def _stored_bytes(tensor: GGUFTensor) -> int:
+    values = int(np.prod(tensor.shape))
+    form = BLOCK_FORMS.get(tensor.ggml_type)
+    if form is None:
+        return max(tensor.nbytes, 4 * values if tensor.ggml_type not in (1, 30) else 0) + ALIGNMENT
+    per_block = form.block_bytes + (8 if form.has_offset else 4)
+    return values // form.block_size * per_block + 3 * ALIGNMENT
+
+
+def _check_target(folder: Path, file: GGUFFile, config: ModelConfig) -> None:
+    """Refuse to replace anything but an export or an empty folder, and to start what the disk cannot hold."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file; -o wants a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_NAME).is_file():
+        raise UsageError(f"{folder}: holds files that are no export ({MANIFEST_NAME} is missing); choose another -o")
+    needed = sum(_stored_bytes(file.tensors[name]) for name in config.tensor_names())
+    existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ResourceError(
+            f"{folder}: the export needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; free space or choose another -o"
+        )
+
+
+def _swap(part: Path, folder: Path) -> None:
+    """Put ``part`` in the place of ``folder``."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(part, folder)
+    shutil.rmtree(old, ignore_errors=True)

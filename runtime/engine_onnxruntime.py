@@ -1,0 +1,319 @@
+"""Trunk and draft engines on ONNX Runtime's CPU provider: the embedded default, and the oracle for other engines.
+
+State lives in NumPy buffers that the sessions read and write in place (I/O binding); a pass of T <= max_rows tokens has
+its binding made once. Recurrent state is kept twice: a pass reads one copy and writes the other, so rolling back is
+reading the old copy again and replaying the tokens that stay; the KV cache rolls back by its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from engines.errors import EngineError, ResourceError
+from engines.manifest import Geometry, Manifest
+from runtime.engine import Pass, Sampler
+
+# Softmax, and the product with the values, must sum a key's share the same way whatever the cache length is. With
+# lengths of whole multiples of this, longer caches only append zeros to every partial sum.
+CACHE_STEP = 256
+PREFILL_CHUNK = 256
+_MIN_VERSION = (1, 32)
+
+
+def open_engines(
+    folder: Path, manifest: Manifest, *, context_size: int, threads: int = 0, max_rows: int = 4, draft: bool = True
+) -> tuple[OnnxTrunkEngine, OnnxDraftEngine | None]:
+    """Load an exported folder. threads 0: one per physical core. max_rows: draft_n of the longest round + 1.
+
+    Raises EngineError (ONNX Runtime too old, damaged export) or ResourceError (memory)."""
+    check_version(ort.__version__)
+    geometry = manifest.geometry
+    trunk_session = _load(manifest.file(folder, "trunk"), threads)
+    replay_session = _load(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
+    trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
+    if not draft or not manifest.has_draft:
+        return trunk, None
+    return trunk, OnnxDraftEngine(_load(manifest.file(folder, "draft"), threads), geometry, context_size)
+
+
+def check_version(version: str) -> None:
+    """Raise EngineError when this ONNX Runtime lacks the operators of the canonical graph."""
+    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
+        wanted = ".".join(map(str, _MIN_VERSION))
+        raise EngineError(f"onnxruntime {version} lacks LinearAttention; install onnxruntime >= {wanted}")
+
+
+def _load(path: Path, threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # The sessions take turns; a pool that spins after its run would steal the cores of the next one.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the binding raises its own classes, RuntimeError and MemoryError alike
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error) or "Failed to allocate" in str(error):
+            raise ResourceError(f"{path}: not enough memory to load the model") from error
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EngineError(f"{path}: ONNX Runtime cannot load it ({first_line}); run `python -m export` again") from error
+
+
+class KvCache:
+    """Keys and values of some attention layers: per layer and kind [1, KV, L, head_dim] f32, L a multiple of CACHE_STEP.
+
+    Rows past the committed position are dead, but always finite."""
+
+    def __init__(self, layers: Sequence[int], geometry: Geometry) -> None:
+        self._shape = (1, geometry.num_kv_heads, 0, geometry.head_dim)
+        self._names = [f"blk.{layer}.{kind}_cache" for layer in layers for kind in ("key", "value")]
+        self.buffers: dict[str, np.ndarray] = {}
+        self.values: dict[str, ort.OrtValue] = {}
+        self.length = 0
+
+    def reserve(self, length: int) -> bool:
+        """Make room for positions below ``length``; whether the buffers moved."""
+        wanted = -(-length // CACHE_STEP) * CACHE_STEP
+        if wanted <= self.length:
+            return False
+        for name in self._names:
+            grown = np.zeros((*self._shape[:2], wanted, self._shape[3]), np.float32)
+            if self.length:
+                grown[:, :, : self.length] = self.buffers[name]
+            self.buffers[name] = grown
+            self.values[name] = ort.OrtValue.ortvalue_from_numpy(grown)
+        self.length = wanted
+        return True
+
+    def bind(self, binding: Any) -> None:
+        """Bind every cache as input and, in place, as output."""
+        for name, value in self.values.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(f"{name}.out", value)
+
+
+class OnnxTrunkEngine:
+    """The trunk of one sequence (see `runtime.engine.TrunkEngine`). ``logits``: of the last pass, [rows, V] f32."""
+
+    prefill_chunk = PREFILL_CHUNK
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        replay: ort.InferenceSession | None,
+        geometry: Geometry,
+        context_size: int,
+        max_rows: int,
+    ) -> None:
+        self.context_size, self.max_rows = context_size, max_rows
+        self._session, self._replay, self._geometry = session, replay, geometry
+        heads, dim = geometry.gdn_v_heads, geometry.gdn_head_dim
+        window = geometry.conv_kernel - 1
+        layers = geometry.gdn_layers
+        self._states = [[np.zeros((1, heads, dim, dim), np.float32) for _ in layers] for _ in range(2)]
+        self._convs = [np.zeros((1, geometry.conv_channels, window), np.float32) for _ in layers]
+        self._conv_rows: list[np.ndarray] = []
+        widths = {"key": heads * dim, "value": heads * dim, "decay": heads, "rate": heads}
+        self._updates = [
+            {leaf: np.zeros(max_rows * width, np.float32) for leaf, width in widths.items()} for _ in layers
+        ]
+        self._widths = widths
+        self._cache = KvCache(geometry.attention_layers, geometry)
+        self._bindings: dict[tuple[int, int], tuple[Any, dict[str, np.ndarray]]] = {}
+        self._replay_bindings: dict[tuple[int, int], Any] = {}
+        self.start(lambda logits, positions: np.argmax(logits, axis=-1))
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def start(self, sampler: Sampler) -> None:
+        self._sampler, self._position, self._pending, self._current = sampler, 0, 0, 0
+        for buffer in (*self._states[0], *self._convs):
+            buffer[:] = 0
+        self.logits = np.zeros((0, self._geometry.vocab_size), np.float32)
+
+    def prefill(self, tokens: Sequence[int]) -> Pass:
+        count = len(tokens)
+        assert 1 <= count <= self.prefill_chunk and not self._pending, (count, self._pending)
+        binding, arrays = self._bind(count, rows=1, keep_updates=False)
+        result = self._run(binding, arrays, tokens, np.array([count - 1]))
+        self._keep_convs(count)
+        self._current ^= 1
+        self._position += count
+        return result
+
+    def verify(self, tokens: Sequence[int]) -> Pass:
+        count = len(tokens)
+        assert 1 <= count <= self.max_rows and not self._pending, (count, self._pending)
+        if self._cache.reserve(self._position + count):
+            self._bindings.clear()
+        key = (count, self._current)
+        if key not in self._bindings:
+            self._bindings[key] = self._bind(count, rows=count, keep_updates=True)
+        binding, arrays = self._bindings[key]
+        result = self._run(binding, arrays, tokens, np.arange(count))
+        self._pending = count
+        return result
+
+    def commit(self, n_keep: int) -> None:
+        assert 1 <= n_keep <= self._pending, (n_keep, self._pending)
+        if n_keep < self._pending and self._replay is not None:
+            key = (n_keep, self._current)
+            if key not in self._replay_bindings:
+                self._replay_bindings[key] = self._bind_replay(n_keep)
+            self._replay.run_with_iobinding(self._replay_bindings[key])
+        self._keep_convs(n_keep)
+        self._current ^= 1
+        self._position += n_keep
+        self._pending = 0
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Copies of everything the committed tokens left behind: GDN state, conv window, KV rows below ``position``."""
+        copies: dict[str, np.ndarray] = {}
+        for index, layer in enumerate(self._geometry.gdn_layers):
+            copies[f"blk.{layer}.state"] = self._states[self._current][index].copy()
+            copies[f"blk.{layer}.conv"] = self._convs[index].copy()
+        for name, buffer in self._cache.buffers.items():
+            copies[name] = buffer[:, :, : self._position].copy()
+        return copies
+
+    def _keep_convs(self, count: int) -> None:
+        for conv, rows in zip(self._convs, self._conv_rows, strict=True):
+            conv[:] = rows[:, :, count : count + conv.shape[2]]
+
+    def _bind(self, count: int, rows: int, keep_updates: bool) -> tuple[Any, dict[str, np.ndarray]]:
+        """A binding for a pass of ``count`` tokens that reads the current recurrent state and writes the other."""
+        self._cache.reserve(self._position + count)
+        geometry, binding = self._geometry, self._session.io_binding()
+        arrays = {
+            "tokens": np.zeros(count, np.int64),
+            "positions": np.zeros(count, np.int64),
+            "rows": np.zeros(rows, np.int64),
+            "logits": np.zeros((rows, geometry.vocab_size), np.float32),
+            "hidden.out": np.zeros((count, geometry.hidden_size), np.float32),
+        }
+        for name in ("tokens", "positions", "rows"):
+            binding.bind_cpu_input(name, arrays[name])
+        self._cache.bind(binding)
+        for index, layer in enumerate(geometry.gdn_layers):
+            prefix = f"blk.{layer}."
+            binding.bind_cpu_input(prefix + "conv", self._convs[index])
+            binding.bind_cpu_input(prefix + "state", self._states[self._current][index])
+            arrays[prefix + "state.out"] = self._states[self._current ^ 1][index]
+            window = geometry.conv_channels, geometry.conv_kernel - 1 + count
+            arrays[prefix + "conv_rows"] = np.zeros((1, *window), np.float32)
+            for leaf, width in self._widths.items():
+                flat = self._updates[index][leaf] if keep_updates else np.zeros(count * width, np.float32)
+                arrays[prefix + leaf] = flat[: count * width].reshape(1, count, width)
+        for name, array in arrays.items():
+            if name not in ("tokens", "positions", "rows"):
+                binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+        return binding, arrays
+
+    def _bind_replay(self, count: int) -> Any:
+        assert self._replay is not None
+        binding = self._replay.io_binding()
+        for index, layer in enumerate(self._geometry.gdn_layers):
+            prefix = f"blk.{layer}."
+            binding.bind_cpu_input(prefix + "state", self._states[self._current][index])
+            for leaf, width in self._widths.items():
+                rows = self._updates[index][leaf][: count * width].reshape(1, count, width)
+                binding.bind_cpu_input(prefix + leaf, rows)
+            written = ort.OrtValue.ortvalue_from_numpy(self._states[self._current ^ 1][index])
+            binding.bind_ortvalue_output(prefix + "state.out", written)
+        return binding
+
+    def _run(self, binding: Any, arrays: dict[str, np.ndarray], tokens: Sequence[int], rows: np.ndarray) -> Pass:
+        arrays["tokens"][:] = tokens
+        arrays["positions"][:] = np.arange(self._position, self._position + len(tokens))
+        arrays["rows"][:] = rows
+        self._session.run_with_iobinding(binding)
+        self._conv_rows = [arrays[f"blk.{layer}.conv_rows"] for layer in self._geometry.gdn_layers]
+        self.logits = arrays["logits"]
+        choices = self._sampler(self.logits, self._position + rows + 1)
+        return Pass(np.asarray(choices, np.int64), arrays["hidden.out"].copy())
+
+
+class OnnxDraftEngine:
+    """The NextN head of one sequence (see `runtime.engine.DraftEngine`). ``logits``: of its last step, [1, V] f32."""
+
+    prefill_chunk = PREFILL_CHUNK
+
+    def __init__(self, session: ort.InferenceSession, geometry: Geometry, context_size: int) -> None:
+        assert geometry.draft_layer is not None
+        self.context_size = context_size
+        self._session, self._geometry = session, geometry
+        self._cache = KvCache([geometry.draft_layer], geometry)
+        self._bindings: dict[int, tuple[Any, dict[str, np.ndarray]]] = {}
+        self.start(lambda logits, positions: np.argmax(logits, axis=-1))
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def start(self, sampler: Sampler) -> None:
+        self._sampler, self._position = sampler, 0
+        self.logits = np.zeros((0, self._geometry.vocab_size), np.float32)
+
+    def prefill(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
+        self._step(tokens, hidden, self._position)
+        self._position += len(tokens)
+
+    def draft(self, tokens: Sequence[int], hidden: np.ndarray, n: int) -> np.ndarray:
+        assert n >= 1, n
+        drafted: list[int] = []
+        position = self._position
+        self._position += len(tokens)
+        for _ in range(n):
+            hidden = self._step(tokens, hidden, position)
+            position += len(tokens)
+            tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
+            drafted.append(tokens[0])
+        return np.array(drafted, np.int64)
+
+    def zero_hidden(self) -> np.ndarray:
+        return np.zeros((1, self._geometry.hidden_size), np.float32)
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(list(parts), axis=0)
+
+    def _step(self, tokens: Sequence[int], hidden: np.ndarray, position: int) -> np.ndarray:
+        """Run the rows; logits and the returned hidden [1, D] are the last row's."""
+        count = len(tokens)
+        assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
+        if self._cache.reserve(position + count):
+            self._bindings.clear()
+        if count not in self._bindings:
+            self._bindings[count] = self._bind(count)
+        binding, arrays = self._bindings[count]
+        arrays["tokens"][:] = tokens
+        arrays["positions"][:] = np.arange(position, position + count)
+        arrays["hidden"][:] = hidden
+        arrays["rows"][:] = count - 1
+        self._session.run_with_iobinding(binding)
+        self.logits = arrays["logits"]
+        last: np.ndarray = arrays["hidden.out"][-1:].copy()
+        return last
+
+    def _bind(self, count: int) -> tuple[Any, dict[str, np.ndarray]]:
+        binding = self._session.io_binding()
+        arrays = {
+            "tokens": np.zeros(count, np.int64),
+            "positions": np.zeros(count, np.int64),
+            "rows": np.zeros(1, np.int64),
+            "hidden": np.zeros((count, self._geometry.hidden_size), np.float32),
+            "logits": np.zeros((1, self._geometry.vocab_size), np.float32),
+            "hidden.out": np.zeros((count, self._geometry.hidden_size), np.float32),
+        }
+        for name, array in arrays.items():
+            if name in ("logits", "hidden.out"):
+                binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+            else:
+                binding.bind_cpu_input(name, array)
+        self._cache.bind(binding)
+        return binding, arrays
