@@ -61,7 +61,7 @@ STOP_AT_ONCE = RingText((tiny_vocab.IM_END,) * len(RING))
 
 
 def ring_model(text: RingText, perfect_draft: bool = False) -> TinyModel:
-    """A model that says ``text``. Its draft head is random, or drafts exactly that text."""
+    """A model that says ``text``. Its draft head drafts exactly that text, or gets about two in three right."""
     model = build(Spec())
     _silence(model)
     rows, width = model.tensors["token_embd.weight"].shape
@@ -71,8 +71,7 @@ def ring_model(text: RingText, perfect_draft: bool = False) -> TinyModel:
     for place, token in enumerate(text.follower):
         head[token] += classes[place] * np.float32(RING_GAIN / width)
     model.tensors["output.weight"] = head
-    if perfect_draft:
-        _copy_trunk(model)
+    _copy_trunk(model, noise=0.0 if perfect_draft else 3.0)
     return model
 
 
@@ -93,11 +92,7 @@ def bigram_model() -> TinyModel:
     head[tiny_vocab.FIRST_SPECIAL :, 0] = -30
     model.tensors["token_embd.weight"] = embedding.astype(np.float32)
     model.tensors["output.weight"] = head.astype(np.float32)
-    _copy_trunk(model)
-    name = _draft_name(model, "nextn.eh_proj.weight")
-    noise = rng.standard_normal(model.tensors[name].shape) * (0.5 / np.sqrt(2 * width))
-    noise[0] = 0
-    model.tensors[name] = (model.tensors[name] + noise).astype(np.float32)
+    _copy_trunk(model, noise=0.5)
     return model
 
 
@@ -117,16 +112,21 @@ def _silence(model: TinyModel) -> None:
     model.tensors["output_norm.weight"] = np.ones_like(model.tensors["output_norm.weight"])
 
 
-def _copy_trunk(model: TinyModel) -> None:
-    """Make the draft head the same table of its token: eh_proj takes the embedding half, its branches are zero."""
+def _copy_trunk(model: TinyModel, noise: float) -> None:
+    """Make the draft head the same table of its token, spoilt by ``noise`` (as large as the values at 1).
+
+    eh_proj takes the embedding half as it is and noise times both halves; the block's own branches are zero.
+    """
     draft = _draft_name(model, "")
     for name, values in model.tensors.items():
         if name.startswith(draft) and _is_branch_end(name):
             model.tensors[name] = np.zeros_like(values)
     for leaf in ("nextn.enorm.weight", "nextn.shared_head_norm.weight"):
         model.tensors[draft + leaf] = np.ones_like(model.tensors[draft + leaf])
-    eh_proj = model.tensors[draft + "nextn.eh_proj.weight"]
-    model.tensors[draft + "nextn.eh_proj.weight"] = np.eye(*eh_proj.shape, dtype=np.float32)
+    rows, columns = model.tensors[draft + "nextn.eh_proj.weight"].shape
+    spoilt = np.random.default_rng(5).standard_normal((rows, columns)) * (noise / np.sqrt(columns))
+    spoilt[0] = 0  # the first entry bars tokens in `bigram_model`
+    model.tensors[draft + "nextn.eh_proj.weight"] = (np.eye(rows, columns) + spoilt).astype(np.float32)
 
 
 def _draft_name(model: TinyModel, leaf: str) -> str:
