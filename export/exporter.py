@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.errors import ResourceError, UsageError
-from engines.manifest import MANIFEST_NAME, Geometry, Manifest, TokenizerInfo
+from engines.manifest import MANIFEST_NAME, Geometry, Manifest
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
 from export.gguf_file import GGUFFile, GGUFTensor
@@ -60,7 +60,7 @@ def _write_all(file: GGUFFile, config: ModelConfig, part: Path, progress: Callab
             graphs["replay"] = replay_graph(config)
     for role, graph in graphs.items():
         graph.save(part / f"{role}.onnx")
-    tokenizer = TokenizerInfo(**write_tokenizer(file, part))
+    tokenizer = write_tokenizer(file, part)
     roles = {"weights": WEIGHTS_NAME, "tokenizer": "tokenizer.json", **{role: f"{role}.onnx" for role in graphs}}
     if tokenizer.has_chat_template:
         roles["chat_template"] = "chat_template.jinja"

@@ -93,24 +93,28 @@ def swiglu() -> Function:
 def gated_delta_net(gdn: GatedDeltaNetConfig, rms_eps: float) -> Function:
     """Causal conv, gates, delta rule and gated norm of one layer.
 
-    qkv [T, C], z [T, HV DV], alpha, beta [T, HV]; conv [1, C, kernel - 1] and state [1, HV, DK, DV] before the first
-    token -> y [T, HV DV]; conv_rows [1, C, kernel - 1 + T] (the window after n tokens is columns n .. n + kernel - 2);
+    qkv [T, C], z [T, HV DV], alpha, beta [T, HV]; conv [1, kernel - 1, C] and state [1, HV, DK, DV] before the first
+    token -> y [T, HV DV]; conv_rows [1, kernel - 1 + T, C] (the window after n tokens is rows n .. n + kernel - 2);
     key, value [1, T, HV D], decay, rate [1, T, HV] (what the state update used, for replaying a part of the pass);
     state_out (after all T tokens).
+
+    ONNX Runtime has kernels for the convolution and the delta rule in its own domain only; of the standard operators of
+    the same names it runs the defining subgraphs (a Scan), several times slower and with another order of sums for T = 1.
     """
     heads, dim = gdn.num_v_heads, gdn.head_dim
     inputs = ["qkv", "z", "alpha", "beta", "conv", "state", "conv_weight", "a", "dt", "norm"]
     outputs = ["y", "conv_rows", "key", "value", "decay", "rate", "state_out"]
     f = Function("GatedDeltaNet", inputs, outputs)
-    columns = f.op("Unsqueeze", [f.op("Transpose", ["qkv"], perm=[1, 0]), f.const([0])])
-    f.op("Concat", ["conv", columns], outputs=["conv_rows"], axis=2)
-    # The window goes in as data, not as past_state: with at least kernel columns the op never takes its one-token path,
-    # which sums in another order.
+    new = f.op("Unsqueeze", ["qkv", f.const([0])])
+    f.op("Concat", ["conv", new], outputs=["conv_rows"], axis=1)
     mixed, _ = f.op(
-        "CausalConvWithState", ["conv_rows", "conv_weight", "", ""], outputs=2, activation="silu"
+        "com.microsoft::CausalConvWithState",
+        [new, "conv_weight", "", "conv"],
+        outputs=2,
+        activation="silu",
+        channels_last=1,
     )
-    mixed = f.op("Slice", [mixed, f.const([gdn.conv_kernel - 1]), f.const([2**31 - 1]), f.const([2])])
-    mixed = f.op("Transpose", [mixed], perm=[0, 2, 1])
+    f.declare(mixed, TensorProto.FLOAT, [1, "T", gdn.conv_dim])
     query_key, _ = f.op(
         "Split", [mixed, f.const([2 * gdn.key_dim, gdn.value_dim])], outputs=[f.unique("query_key"), "value"], axis=2
     )
@@ -129,7 +133,7 @@ def gated_delta_net(gdn: GatedDeltaNetConfig, rms_eps: float) -> Function:
     step = _softplus(f, f.op("Add", ["alpha", "dt"]), heads)
     f.op("Unsqueeze", [f.op("Mul", [step, "a"]), f.const([0])], outputs=["decay"])
     mixed, _ = f.op(
-        "LinearAttention",
+        "com.microsoft::LinearAttention",
         [query, "key", "value", "state", "decay", "rate"],
         outputs=[f.unique("mixed"), "state_out"],
         update_rule="gated_delta",
@@ -137,6 +141,7 @@ def gated_delta_net(gdn: GatedDeltaNetConfig, rms_eps: float) -> Function:
         kv_num_heads=heads,
         scale=dim**-0.5,
     )
+    f.declare(mixed, TensorProto.FLOAT, [1, "T", gdn.value_dim])
     mixed = f.op("Reshape", [mixed, f.const([-1, heads, dim])])
     mixed = f.op("RMSNormalization", [mixed, "norm"], axis=-1, epsilon=rms_eps)
     mixed = f.op("Reshape", [mixed, f.const([-1, gdn.value_dim])])
@@ -160,7 +165,7 @@ def replay(gdn: GatedDeltaNetConfig) -> Function:
     """State before a pass and what its first n updates used -> the state after those n tokens."""
     f = Function("ReplayGatedDelta", ["state", "key", "value", "decay", "rate"], ["state_out"])
     f.op(
-        "LinearAttention",
+        "com.microsoft::LinearAttention",
         ["key", "key", "value", "state", "decay", "rate"],
         outputs=[f.unique("unused"), "state_out"],
         update_rule="gated_delta",

@@ -134,7 +134,7 @@ class Layers:
         gdn, prefix = self.config.gdn, f"blk.{layer}."
         heads, dim, window = gdn.num_v_heads, gdn.head_dim, gdn.conv_kernel - 1
         state_shape: list[int | str] = [1, heads, dim, dim]
-        conv = self.graph.input(prefix + "conv", FLOAT, [1, gdn.conv_dim, window])
+        conv = self.graph.input(prefix + "conv", FLOAT, [1, window, gdn.conv_dim])
         state = self.graph.input(prefix + "state", FLOAT, state_shape)
         rows = [self.linear(x, leaf, layer) for leaf in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
         weights = [
@@ -144,7 +144,7 @@ class Layers:
         function = functions.gated_delta_net(gdn, self.config.rms_eps)
         self.graph.functions.setdefault(function.name, function)
         shapes: dict[str, list[int | str]] = {
-            "conv_rows": [1, gdn.conv_dim, "conv_T"],
+            "conv_rows": [1, "conv_T", gdn.conv_dim],
             "key": [1, "T", heads * dim],
             "value": [1, "T", heads * dim],
             "decay": [1, "T", heads],
@@ -155,6 +155,7 @@ class Layers:
         mixed, *_ = self.graph.op("nextn::GatedDeltaNet", [*rows, conv, state, *weights], "gdn", outputs)
         for leaf, shape in shapes.items():
             self.graph.output(prefix + leaf, FLOAT, shape)
+        self.graph.declare(mixed, FLOAT, ["T", gdn.value_dim])
         return self.linear(mixed, "ssm_out", layer)
 
     def logits(self, hidden: str, rows: str, leaf: str, layer: int | None = None) -> None:

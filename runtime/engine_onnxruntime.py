@@ -115,7 +115,7 @@ class OnnxTrunkEngine:
         window = geometry.conv_kernel - 1
         layers = geometry.gdn_layers
         self._states = [[np.zeros((1, heads, dim, dim), np.float32) for _ in layers] for _ in range(2)]
-        self._convs = [np.zeros((1, geometry.conv_channels, window), np.float32) for _ in layers]
+        self._convs = [np.zeros((1, window, geometry.conv_channels), np.float32) for _ in layers]
         self._conv_rows: list[np.ndarray] = []
         widths = {"key": heads * dim, "value": heads * dim, "decay": heads, "rate": heads}
         self._updates = [
@@ -184,7 +184,7 @@ class OnnxTrunkEngine:
 
     def _keep_convs(self, count: int) -> None:
         for conv, rows in zip(self._convs, self._conv_rows, strict=True):
-            conv[:] = rows[:, :, count : count + conv.shape[2]]
+            conv[:] = rows[:, count : count + conv.shape[1]]
 
     def _bind(self, count: int, rows: int, keep_updates: bool) -> tuple[Any, dict[str, np.ndarray]]:
         """A binding for a pass of ``count`` tokens that reads the current recurrent state and writes the other."""
@@ -205,8 +205,8 @@ class OnnxTrunkEngine:
             binding.bind_cpu_input(prefix + "conv", self._convs[index])
             binding.bind_cpu_input(prefix + "state", self._states[self._current][index])
             arrays[prefix + "state.out"] = self._states[self._current ^ 1][index]
-            window = geometry.conv_channels, geometry.conv_kernel - 1 + count
-            arrays[prefix + "conv_rows"] = np.zeros((1, *window), np.float32)
+            window = geometry.conv_kernel - 1 + count
+            arrays[prefix + "conv_rows"] = np.zeros((1, window, geometry.conv_channels), np.float32)
             for leaf, width in self._widths.items():
                 flat = self._updates[index][leaf] if keep_updates else np.zeros(count * width, np.float32)
                 arrays[prefix + leaf] = flat[: count * width].reshape(1, count, width)
