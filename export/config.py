@@ -135,7 +135,9 @@ def load_config(file: GGUFFile, draft: bool = True) -> ModelConfig:
     _check_blocks(keys, num_layers, promised, draft)
     interval = keys.count("full_attention_interval", 4)
     is_attention = [layer >= num_layers or (layer + 1) % interval == 0 for layer in range(num_blocks)]
-    _check_recurrent(keys, is_attention)
+    recurrent, listed = [not each for each in is_attention], keys.flags("attention.recurrent_layers")
+    if listed not in (None, recurrent, recurrent[:num_layers]):
+        raise keys.refuse("attention.recurrent_layers contradicts full_attention_interval", "unsupported")
     hidden_size = keys.count("embedding_length")
     attention = _read_attention(keys, is_attention, hidden_size)
     config = ModelConfig(
@@ -184,13 +186,6 @@ def _check_blocks(keys: MetadataKeys, num_layers: int, promised: int, draft: boo
         raise keys.refuse(f"promises {num_layers} blocks (block_count), but holds only {len(names)} tensors")
     if promised and draft and not has_block(names, num_layers, num_layers + 1):
         raise draft_is_missing(keys.file, num_layers, "none of its tensors is there")
-
-
-def _check_recurrent(keys: MetadataKeys, is_attention: list[bool]) -> None:
-    """An explicit list of recurrent blocks must say what full_attention_interval says."""
-    listed = keys.flags("attention.recurrent_layers")
-    if listed is not None and listed != [not each for each in is_attention]:
-        raise keys.refuse("attention.recurrent_layers contradicts full_attention_interval", "unsupported")
 
 
 def _read_vocab_size(keys: MetadataKeys) -> int:
