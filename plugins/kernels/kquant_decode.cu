@@ -1,0 +1,264 @@
+// Decode matmul: streams weights once through a shared-memory ring and meets up to 8 tokens on the way.
+//
+//   block = ks consumer warps + 1 producer warp, persistent; a tile is 16 rows.
+//   ring stage = 16 rows x ks superblocks of one tile, one bulk copy per row (16-byte cp.async below 9.0)
+//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers
+//   a pair of tiles walks all chunks, then the warps' partial sums meet in shared memory in warp order
+// Every choice that fixes the order of a sum (ks, chunks) follows from k, type and device, never from t.
+#include <type_traits>
+#include "kquant_dot.cuh"
+#include "launch.cuh"
+#include "matmul_parts.cuh"
+
+namespace nextn {
+namespace {
+
+constexpr int kROWS = 16, kPAIR = 2, kMAX_KS = 16, kMAX_STAGES = 8;
+
+struct DecodeMatrix { const uint8_t* weight; float* y; int64_t ldy; int n, tiles; };
+struct DecodeParams {
+    DecodeMatrix matrix[NEXTN_MAX_MATRICES];
+    QuantizedRows x;
+    const float* residual;
+    int64_t ldr;
+    int n_matrices, t, supers, chunks, ks, stages, row_stride, units;  // units: tiles, or gate/up pairs of tiles
+    bool swiglu;
+};
+
+struct RingPosition {
+    int stage = 0, phase = 0;
+    __device__ __forceinline__ void next(int stages) {
+        if (++stage == stages) { stage = 0; phase ^= 1; }
+    }
+};
+
+struct Tile { int matrix, row; };
+__device__ __forceinline__ Tile tile_at(const DecodeParams& p, int v) {
+    if (p.swiglu) return {v & 1, (v >> 1) * kROWS};
+    int m = 0;
+    while (m + 1 < p.n_matrices && v >= p.matrix[m].tiles) v -= p.matrix[m++].tiles;
+    return {m, v * kROWS};
+}
+
+// Global bytes of `row`, chunk `c`: start rounded down to 16, length rounded up; `skew` is what was rounded off.
+struct Piece { const uint8_t* from; int bytes, skew; };
+template <int TYPE>
+__device__ __forceinline__ Piece piece_at(const DecodeParams& p, const DecodeMatrix& m, int row, int c) {
+    constexpr int kB = kSuperBytes<TYPE>;
+    const uint8_t* from = m.weight + (static_cast<int64_t>(min(row, m.n - 1)) * p.supers + c * p.ks) * kB;
+    const int skew = TYPE == kNEXTN_Q6_K ? static_cast<int>(reinterpret_cast<uintptr_t>(from) & 15) : 0;
+    const int bytes = min(p.ks, p.supers - c * p.ks) * kB;
+    return {from - skew, (bytes + skew + 15) & ~15, skew};
+}
+
+// All lanes of the producer warp.
+template <int TYPE>
+__device__ __forceinline__ void produce(const DecodeParams& p, uint8_t* stage, uint64_t* full, const Tile& tile, int c,
+                                        int lane) {
+    const DecodeMatrix& m = p.matrix[tile.matrix];
+#if __CUDA_ARCH__ >= 900
+    if (lane < kROWS) {
+        const Piece piece = piece_at<TYPE>(p, m, tile.row + lane, c);
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                     :: "r"(smem_address(full)), "r"(piece.bytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     :: "r"(smem_address(stage + lane * p.row_stride)), "l"(piece.from), "r"(piece.bytes),
+                        "r"(smem_address(full)) : "memory");
+    }
+#else
+    for (int r = 0; r < kROWS; ++r) {
+        const Piece piece = piece_at<TYPE>(p, m, tile.row + r, c);
+        for (int b = 16 * lane; b < piece.bytes; b += 16 * 32)
+            cp_async_16(stage + r * p.row_stride + b, piece.from + b);
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(smem_address(full)) : "memory");
+#endif
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kPRODUCER_ARRIVALS = 32;
+#else
+constexpr int kPRODUCER_ARRIVALS = kROWS;
+#endif
+
+template <int TYPE, int NT>
+__device__ __forceinline__ void dot_tile(const DecodeParams& p, const uint8_t* stage, const Tile& tile, int c, int warp,
+                                         int lane, const TokenOperand<NT>& x, float (&y)[NT][2]) {
+    const int g = lane >> 2, q = lane & 3;
+    const uint8_t* r0 = stage + g * p.row_stride + warp * kSuperBytes<TYPE>;
+    const uint8_t* r8 = r0 + 8 * p.row_stride;
+    if constexpr (TYPE == kNEXTN_Q6_K) {
+        const DecodeMatrix& m = p.matrix[tile.matrix];
+        r0 += piece_at<TYPE>(p, m, tile.row + g, c).skew;
+        r8 += piece_at<TYPE>(p, m, tile.row + g + 8, c).skew;
+        const uintptr_t both = reinterpret_cast<uintptr_t>(r0) | reinterpret_cast<uintptr_t>(r8);
+        if (__all_sync(~0u, (both & 2) == 0)) dot_q6_k<NT, true>(r0, r8, x, y, q);
+        else dot_q6_k<NT, false>(r0, r8, x, y, q);
+    } else {
+        dot_affine<TYPE, NT>(r0, r8, x, y, q);
+    }
+}
+
+__device__ __forceinline__ void store(const DecodeParams& p, const Tile& tile, int row, int token, float v) {
+    const DecodeMatrix& m = p.matrix[tile.matrix];
+    const int n = tile.row + row;
+    if (token >= p.t || n >= m.n) return;
+    if (p.residual) v = __fadd_rn(p.residual[token * p.ldr + n], v);
+    m.y[token * m.ldy + n] = v;
+}
+
+// Sum the warps' partials of up to kPAIR tiles.  partial: [warp][tile][group][row half][lane].
+template <int NT>
+__device__ __forceinline__ void reduce_pair(const DecodeParams& p, const float* partial, int first, int count) {
+    constexpr int kTILE = 64 * NT;
+    const int outputs = p.swiglu ? kTILE : count * kTILE;
+    for (int e = threadIdx.x; e < outputs; e += 32 * p.ks) {
+        float sum = 0.0f, up = 0.0f;
+        for (int w = 0; w < p.ks; ++w) sum = __fadd_rn(sum, partial[w * kPAIR * kTILE + e]);
+        const int lane = e & 31, half = (e >> 5) & 1, n = (e >> 6) % NT, i = e / kTILE;
+        if (p.swiglu) {
+            for (int w = 0; w < p.ks; ++w) up = __fadd_rn(up, partial[w * kPAIR * kTILE + kTILE + e]);
+            sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), up);
+        }
+        store(p, tile_at(p, first + i), (lane >> 2) + 8 * half, kGroupTokens * n + (lane & 3), sum);
+    }
+}
+
+template <int TYPE, int NT>
+__global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    __shared__ __align__(8) uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int stage_bytes = kROWS * p.row_stride;
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < p.stages; ++s) {
+            mbarrier_init(full + s, kPRODUCER_ARRIVALS);
+            mbarrier_init(empty + s, p.ks);
+        }
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    __syncthreads();
+    // whole units to each block, so that gate and up of a row stay together
+    const int per_unit = p.swiglu ? 2 : 1;
+    const int begin = static_cast<int>(static_cast<int64_t>(p.units) * blockIdx.x / gridDim.x) * per_unit;
+    const int end = static_cast<int>(static_cast<int64_t>(p.units) * (blockIdx.x + 1) / gridDim.x) * per_unit;
+    RingPosition at;
+    if (warp == p.ks) {
+        for (int v = begin; v < end; v += kPAIR)
+            for (int c = 0; c < p.chunks; ++c)
+                for (int i = 0; i < kPAIR && v + i < end; ++i, at.next(p.stages)) {
+                    mbarrier_wait(empty + at.stage, at.phase ^ 1);
+                    produce<TYPE>(p, smem + at.stage * stage_bytes, full + at.stage, tile_at(p, v + i), c, lane);
+                }
+        return;
+    }
+    float* partial = reinterpret_cast<float*>(smem + p.stages * stage_bytes);
+    const uint8_t* sums = TYPE == kNEXTN_Q6_K ? p.x.sum16 : p.x.sum32;
+    wait_for_predecessor();
+    TokenOperand<NT> x;
+    if (p.chunks == 1 && begin < end) x.load(p.x, sums, warp, lane);
+    int buffer = 0;
+    for (int v = begin; v < end; v += kPAIR, buffer ^= 1) {
+        float y[kPAIR][NT][2] = {};
+        for (int c = 0; c < p.chunks; ++c) {
+            const bool mine = c * p.ks + warp < p.supers;
+            if (p.chunks > 1 && mine) x.load(p.x, sums, c * p.ks + warp, lane);
+#pragma unroll
+            for (int i = 0; i < kPAIR; ++i) {
+                if (v + i < end) {
+                    mbarrier_wait(full + at.stage, at.phase);
+                    if (mine)
+                        dot_tile<TYPE, NT>(p, smem + at.stage * stage_bytes, tile_at(p, v + i), c, warp, lane, x, y[i]);
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(empty + at.stage);
+                    at.next(p.stages);
+                }
+            }
+        }
+        float* mine = partial + buffer * p.ks * kPAIR * 64 * NT;
+#pragma unroll
+        for (int i = 0; i < kPAIR; ++i)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) mine[((warp * kPAIR + i) * NT + n) * 64 + 32 * h + lane] = y[i][n][h];
+        // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only
+        // after it has read this one's sums.
+        asm volatile("bar.sync 1, %0;" :: "r"(32 * p.ks) : "memory");
+        reduce_pair<NT>(p, mine, v, min(kPAIR, end - v));
+    }
+}
+
+size_t partial_bytes(int ks, int groups) { return sizeof(float) * 2 * ks * kPAIR * 64 * groups; }
+
+// ks, chunks and the ring for a row of `supers` superblocks.  At least 2 stages, 3 where they fit.
+struct Plan { int ks, chunks, row_stride, stages, per_sm; size_t smem; };
+Plan plan_for(int type, int supers, int groups, const DeviceLimits& d) {
+    Plan plan = {};
+    const int bytes = type == kNEXTN_Q4_K ? 144 : type == kNEXTN_Q5_K ? 176 : 210;
+    for (int chunks = ceil_div(supers, kMAX_KS);; ++chunks) {
+        plan.chunks = chunks;
+        plan.ks = ceil_div(supers, chunks);
+        plan.chunks = ceil_div(supers, plan.ks);
+        // rows 16 bytes apart modulo 128, so that the 8 rows of a load hit different banks
+        const size_t row = round_up(static_cast<size_t>(plan.ks) * bytes + (type == kNEXTN_Q6_K ? 15 + 4 : 0), 16);
+        plan.row_stride = static_cast<int>(round_up(row - 16, 128) + 16);
+        const size_t stage = static_cast<size_t>(kROWS) * plan.row_stride;
+        plan.per_sm = max(1, min(20 / plan.ks, 8));
+        const size_t room = static_cast<size_t>(d.smem_per_sm) / plan.per_sm - 2048;
+        const size_t all = min(room, static_cast<size_t>(d.smem_per_block) - 1024);
+        if (partial_bytes(plan.ks, 2) + 3 * stage > all && plan.ks > 4) continue;
+        plan.stages = static_cast<int>(min((all - partial_bytes(plan.ks, groups)) / stage,
+                                           static_cast<size_t>(kMAX_STAGES)));
+        plan.smem = plan.stages * stage + partial_bytes(plan.ks, groups);
+        return plan;
+    }
+}
+
+template <int TYPE>
+cudaError_t launch_type(const Launch& l, int groups, const DecodeParams& p, cudaStream_t stream) {
+    return groups == 1 ? launch(l, stream, kquant_decode_kernel<TYPE, 1>, p)
+                       : launch(l, stream, kquant_decode_kernel<TYPE, 2>, p);
+}
+
+}  // namespace
+
+cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& x, cudaStream_t stream) {
+    DeviceLimits limits;
+    const cudaError_t e = device_limits(&limits);
+    if (e != cudaSuccess) return e;
+    const int type = m.matrix[first].type, groups = ceil_div(m.t, kGroupTokens);
+    const Plan plan = plan_for(type, m.k / kSUPER, groups, limits);
+    DecodeParams p = {};
+    for (int i = 0; i < count; ++i) {
+        const NextnMatrix& s = m.matrix[first + i];
+        p.matrix[i] = {static_cast<const uint8_t*>(s.weight), s.y, s.ldy, s.n, ceil_div(s.n, kROWS)};
+        p.units += m.swiglu && i ? 0 : p.matrix[i].tiles;
+    }
+    p.x = x;
+    p.residual = m.residual;
+    p.ldr = m.ldr;
+    p.n_matrices = count;
+    p.t = m.t;
+    p.supers = m.k / kSUPER;
+    p.chunks = plan.chunks;
+    p.ks = plan.ks;
+    p.stages = plan.stages;
+    p.row_stride = plan.row_stride;
+    p.swiglu = m.swiglu;
+    Launch l;
+    l.grid = dim3(min(p.units, limits.sm_count * plan.per_sm));
+    l.block = dim3(32 * (plan.ks + 1));
+    l.smem = plan.smem;
+    l.pdl = m.flags & NEXTN_PDL;
+    switch (type) {
+        case kNEXTN_Q4_K: return launch_type<kNEXTN_Q4_K>(l, groups, p, stream);
+        case kNEXTN_Q5_K: return launch_type<kNEXTN_Q5_K>(l, groups, p, stream);
+        case kNEXTN_Q6_K: return launch_type<kNEXTN_Q6_K>(l, groups, p, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+}  // namespace nextn

@@ -1,0 +1,29 @@
+// The pieces that nextn_matmul is put together from; device pointers throughout.
+#pragma once
+#include "kquant_blocks.cuh"
+#include "matmul.h"
+
+namespace nextn {
+
+// Where one call keeps its intermediate data inside the workspace.
+struct MatmulWorkspace {
+    QuantizedRows quantized;  // decode, K-quants
+    float* normed;            // decode, float rows and Q8_0: [t, k] f32 after the norm
+    __half* half_rows;        // prefill: [t, k] f16, x / row_scale
+    __half* half_sums;        // prefill: [t, k/256, 16] f16, sums over 32 values as high (8) and low (8) parts
+    float* row_scale;         // prefill: [t]
+    size_t bytes;
+};
+MatmulWorkspace matmul_workspace(void* base, int t, int k);
+
+// Decode (t <= 8).  k % 256 == 0 for quantize_rows and kquant_decode.
+cudaError_t quantize_rows(const NextnMatmul& m, const MatmulWorkspace& w, cudaStream_t stream);
+cudaError_t norm_rows(const NextnMatmul& m, float* y, cudaStream_t stream);
+cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& x, cudaStream_t stream);
+cudaError_t dense_rows(const NextnMatmul& m, int first, int count, const float* x, int64_t ldx, cudaStream_t stream);
+
+// Prefill, K-quants.
+cudaError_t half_rows(const NextnMatmul& m, const MatmulWorkspace& w, cudaStream_t stream);
+cudaError_t kquant_prefill(const NextnMatmul& m, int first, int count, const MatmulWorkspace& w, cudaStream_t stream);
+
+}  // namespace nextn

@@ -1,0 +1,90 @@
+"""Times of single kernels: `python -m tests.bench.kernels`.   Prints microseconds and GB/s of weights.
+
+Each number is the median over replays of a CUDA graph that holds a run of launches over rotating copies of the
+weights (at least 600 MB, so that none comes from the cache), divided by the launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.kernels import library as lib
+from tests.oracle import kquant
+
+SHAPES = (
+    ("Q4_K", 8192, 4096),
+    ("Q4_K", 4096, 4096),
+    ("Q4_K", 24576, 4096),
+    ("Q4_K", 4096, 12288),
+    ("Q4_K", 1024, 4096),
+    ("Q6_K", 8192, 4096),
+    ("Q6_K", 4096, 12288),
+    ("Q6_K", 1024, 4096),
+    ("Q6_K", 248320, 4096),
+)
+COPY_BYTES, REPLAYS, MAX_COPIES = 600 << 20, 7, 60
+
+
+def graph_time(launch: Callable[[int, int], None], launches: int) -> float:
+    """Microseconds per launch; `launch(i, stream)` queues launch i."""
+    rt = lib.runtime()
+    stream = lib.check(rt.cudaStreamCreate())
+    lib.check(rt.cudaStreamBeginCapture(stream, rt.cudaStreamCaptureMode.cudaStreamCaptureModeGlobal))
+    for i in range(launches):
+        launch(i, int(stream))
+    graph = lib.check(rt.cudaGraphInstantiate(lib.check(rt.cudaStreamEndCapture(stream)), 0))
+    begin, end = lib.check(rt.cudaEventCreate()), lib.check(rt.cudaEventCreate())
+    times = []
+    for i in range(REPLAYS + 2):
+        lib.check(rt.cudaEventRecord(begin, stream))
+        lib.check(rt.cudaGraphLaunch(graph, stream))
+        lib.check(rt.cudaEventRecord(end, stream))
+        lib.check(rt.cudaStreamSynchronize(stream))
+        if i >= 2:
+            times.append(lib.check(rt.cudaEventElapsedTime(begin, end)))
+    return 1000 * statistics.median(times) / launches
+
+
+def matmul_time(name: str, n: int, k: int, t: int, flags: int) -> tuple[float, float]:
+    """(microseconds, GB/s) of one matrix, activations quantised in the call."""
+    rng = np.random.default_rng(0)
+    rows = kquant.random_rows(rng, name, min(n, 2048), k)
+    one = np.tile(rows, (-(-n // len(rows)), 1))[:n]
+    copies = max(1, min(MAX_COPIES, COPY_BYTES // one.nbytes + 1))
+    weights = [lib.put(one) for _ in range(copies)]
+    x = lib.put(rng.standard_normal((t, k)).astype(np.float32))
+    y = lib.DeviceArray((t, n), np.float32)
+    work = lib.DeviceArray(lib.kernels().nextn_matmul_workspace(t, k), np.uint8)
+    args = lib.Matmul(x=x.ptr, ldx=k, t=t, k=k, n_matrices=1, flags=flags)
+    args.workspace, args.workspace_bytes = work.ptr, work.bytes
+
+    def launch(i: int, stream: int) -> None:
+        args.matrix[0] = lib.Matrix(weights[i % copies].ptr, kquant.TYPES[name].id, n, y.ptr, n)
+        assert lib.kernels().nextn_matmul(ctypes.byref(args), ctypes.c_void_p(stream)) == 0
+
+    us = graph_time(launch, max(copies, 12))
+    return us, one.nbytes / us / 1000
+
+
+def main() -> None:
+    rt: Any = lib.runtime()
+    props = lib.check(rt.cudaGetDeviceProperties(0))
+    print(f"device {props.name.decode()}, driver {lib.check(rt.cudaDriverGetVersion())}")
+    print("matmul, us (GB/s of weights), activations quantised in the same call; PDL on except the last column")
+    print(
+        f"{'matrix':24s}" + "".join(f"{'T=' + str(t):>16s}" for t in (1, 4, 8)) + f"{'T=1, no PDL':>16s}{'T=512':>16s}"
+    )
+    for name, n, k in SHAPES:
+        cells = [matmul_time(name, n, k, t, 1) for t in (1, 4, 8)] + [matmul_time(name, n, k, 1, 0)]
+        row = f"{name + f' {n}x{k}':24s}" + "".join(f"{us:8.2f} ({gbs:5.0f})" for us, gbs in cells)
+        us, _ = matmul_time(name, n, k, 512, 0) if n < 100000 else (float("nan"), 0.0)
+        print(f"{row}{us:9.1f} {2e-6 * 512 * n * k / us:4.0f}TF", flush=True)
+
+
+if __name__ == "__main__":
+    main()

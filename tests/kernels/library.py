@@ -1,0 +1,108 @@
+"""The kernel library through ctypes, and device arrays that start poisoned."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = (ROOT / "plugins" / "libnextn_kernels.so", ROOT / "build" / "plugins" / "libnextn_kernels.so")
+INVALID_VALUE = 1
+MAX_MATRICES = 4
+POISON = 0xFF  # as float32 a NaN, as int32 -1
+_GUARD = 256
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Unpack a cuda.bindings result; any error fails the test."""
+    status, *values = result
+    assert int(status) == 0, f"CUDA error {status!r}"
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def runtime() -> Any:
+    from cuda.bindings import runtime as cudart
+
+    return cudart
+
+
+class Matrix(Structure):
+    _fields_ = (("weight", c_void_p), ("type", c_int32), ("n", c_int32), ("y", c_void_p), ("ldy", c_int64))
+
+
+class Matmul(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("ldx", c_int64),
+        ("t", c_int32),
+        ("k", c_int32),
+        ("norm_weight", c_void_p),
+        ("norm_eps", c_float),
+        ("residual", c_void_p),
+        ("ldr", c_int64),
+        ("swiglu", c_int32),
+        ("n_matrices", c_int32),
+        ("matrix", Matrix * MAX_MATRICES),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("flags", c_int32),
+    )
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """The library; a missing one fails the test, it never skips."""
+    path = next((p for p in PLACES if p.exists()), None)
+    assert path, f"kernel library not built: none of {[str(p) for p in PLACES]}; run cmake -S plugins -B build/plugins"
+    lib = ctypes.CDLL(str(path))
+    lib.nextn_matmul_workspace.restype = c_size_t
+    lib.nextn_matmul.argtypes = (POINTER(Matmul), c_void_p)
+    lib.nextn_embedding.argtypes = (
+        *(c_void_p, c_int32, c_int32, c_int32),
+        *(c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p),
+    )
+    return lib
+
+
+class DeviceArray:
+    """A device allocation with a shape, poisoned at first, with a guard behind it that `host` checks."""
+
+    def __init__(self, shape: tuple[int, ...] | int, dtype: Any, offset: int = 0) -> None:
+        self.shape, self.dtype = np.empty(shape, np.void).shape, np.dtype(dtype)
+        self.bytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        self._base = check(runtime().cudaMalloc(self.bytes + offset + _GUARD))
+        self.ptr = self._base + offset
+        self._free = runtime().cudaFree
+        check(runtime().cudaMemset(self._base, POISON, self.bytes + offset + _GUARD))
+
+    def __del__(self) -> None:
+        self._free(self._base)
+
+    def poison(self) -> None:
+        check(runtime().cudaMemset(self.ptr, POISON, self.bytes))
+
+    def host(self) -> NDArray[Any]:
+        out = np.empty(self.bytes + _GUARD, np.uint8)
+        kind = runtime().cudaMemcpyKind.cudaMemcpyDeviceToHost
+        check(runtime().cudaMemcpy(out.ctypes.data, self.ptr, out.nbytes, kind))
+        assert (out[self.bytes :] == POISON).all(), "a kernel wrote behind its output"
+        return out[: self.bytes].view(self.dtype).reshape(self.shape)
+
+
+def put(array: NDArray[Any]) -> DeviceArray:
+    """Copy to the device."""
+    source = np.ascontiguousarray(array)
+    out = DeviceArray(source.shape, source.dtype)
+    kind = runtime().cudaMemcpyKind.cudaMemcpyHostToDevice
+    check(runtime().cudaMemcpy(out.ptr, source.ctypes.data, source.nbytes, kind))
+    return out
+
+
+def synchronize() -> None:
+    check(runtime().cudaDeviceSynchronize())
