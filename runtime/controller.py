@@ -1,0 +1,188 @@
+"""How many tokens to draft in the next round: a fixed number, or the one that measured costs and acceptance favour.
+
+A controller never changes the text, only its speed. It sees no clock: the loop measures and reports each round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from engines.errors import UsageError
+
+# The first rounds alternate drafting and plain ones, so that both have been measured twice.
+_OPENING_ROUNDS = 4
+# Acceptance before anything is known, and how many observations that guess weighs.
+_PRIOR_RATE = 0.7
+_PRIOR_WEIGHT = 2.0
+# Weight of the newest observation once there are many: about the last dozen count.
+_FORGET = 0.12
+# Passes of one size that its cost is taken from.
+_COST_WINDOW = 8
+# Share of the time that may be lost to trials, and the fewest rounds between two while drafting is on.
+_TRIAL_SHARE = 0.01
+_TRIAL_GAP_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round as measured: draft_n drafts, n_accept of them accepted, rows the head took on the way, times in ms."""
+
+    draft_n: int
+    n_accept: int
+    n_rows: int
+    draft_ms: float
+    verify_ms: float
+
+
+class Controller(Protocol):
+    """Chooses draft_n before each round and hears how the round went."""
+
+    def draft_n(self, limit: int) -> int:
+        """Drafts for the next round, 0..limit; limit >= 0 is what budget, context and engine allow."""
+
+    def observe(self, done: Round) -> None:
+        """Take note of a finished round."""
+
+
+class FixedDraft:
+    """Always n drafts, as far as the limit allows. n = 0 is plain decoding."""
+
+    def __init__(self, n: int) -> None:
+        if n < 0:
+            raise UsageError(f"the number of drafts must be 0 (no drafting) or more, got {n}")
+        self._n = n
+
+    def draft_n(self, limit: int) -> int:
+        return min(self._n, limit)
+
+    def observe(self, done: Round) -> None:
+        """Nothing to learn."""
+
+
+class AdaptiveDraft:
+    """The draft_n of 0..max_n with the most expected tokens per second.
+
+    With p_i the probability that draft i is accepted once those before it were, n drafts are worth
+    ``1 + p_1 + p_1 p_2 + ... + p_1..p_n`` tokens and cost n draft steps and a verify pass of n + 1 rows. p_i is a
+    running mean that forgets; costs come from the last few passes of each size (`_CostTable`).
+
+    Other depths are tried now and then: all of them but the best while drafting is on, a drafting round while it is
+    off. Trials are paid from an allowance: it earns a share of the time spent, a trial is charged what it lost against
+    the best depth known, and one is made only when the allowance covers its expected loss (while off: every draft
+    refused). A trial that gains time refills it, so a head that has become good is back on within a few rounds.
+    """
+
+    def __init__(self, max_n: int) -> None:
+        if max_n < 1:
+            raise UsageError(f"the greatest number of drafts must be 1 or more, got {max_n}")
+        self._max_n = max_n
+        self._rates = [_PRIOR_RATE] * max_n
+        self._rate_counts = [0] * max_n
+        self._draft_cost = _CostTable(from_zero=True)  # of n drafts
+        self._verify_cost = _CostTable(from_zero=False)  # of a pass of T = n + 1 rows
+        self._seen = [0] * (max_n + 1)  # the round in which each depth was last used
+        self._rounds = 0
+        self._last_trial = 0
+        self._allowance_ms = 0.0
+        self._best_ms_per_token = 0.0  # at the last choice; 0 before there was one
+        self._is_trial = False
+
+    def draft_n(self, limit: int) -> int:
+        limit = min(limit, self._max_n)
+        self._is_trial = False
+        if limit == 0:
+            return 0
+        if self._rounds < _OPENING_ROUNDS:
+            return 0 if self._rounds % 2 else 1
+        ms_per_token = [self._round_ms(n) / self._tokens(n) for n in range(limit + 1)]
+        best = min(range(limit + 1), key=ms_per_token.__getitem__)
+        self._best_ms_per_token = ms_per_token[best]
+        if best == 0:
+            trial = min(range(1, limit + 1), key=ms_per_token.__getitem__)
+            loss_ms = self._round_ms(trial) - self._round_ms(0)
+        else:
+            trial = min({0, best - 1, min(best + 1, limit)} - {best}, key=lambda n: (self._seen[n], n))
+            loss_ms = self._round_ms(trial) - self._tokens(trial) * ms_per_token[best]
+        # A cost known wrongly must not be too dear to find out.
+        loss_ms = min(loss_ms, self._round_ms(best))
+        self._allowance_ms = min(self._allowance_ms, max(loss_ms, 0.0))
+        waited = best == 0 or self._rounds - self._last_trial >= _TRIAL_GAP_ROUNDS
+        self._is_trial = waited and self._allowance_ms >= loss_ms
+        return trial if self._is_trial else best
+
+    def observe(self, done: Round) -> None:
+        n, round_ms = done.draft_n, done.draft_ms + done.verify_ms
+        self._rounds += 1
+        self._seen[n] = self._rounds
+        self._verify_cost.add(n + 1, done.verify_ms)
+        # After a pause the head has many rows to catch up with: no measure of what drafting costs from then on.
+        if n and (done.n_rows <= self._max_n + 1 or not self._draft_cost.knows(n)):
+            self._draft_cost.add(n, done.draft_ms)
+        for i in range(min(done.n_accept + 1, n)):
+            self._rate_counts[i] += 1
+            weight = max(_FORGET, 1.0 / (_PRIOR_WEIGHT + self._rate_counts[i]))
+            self._rates[i] += weight * ((i < done.n_accept) - self._rates[i])
+        self._allowance_ms += _TRIAL_SHARE * round_ms
+        if self._is_trial:
+            self._last_trial = self._rounds
+            self._allowance_ms -= round_ms - (done.n_accept + 1) * self._best_ms_per_token
+        elif n == 0:
+            self._allowance_ms -= done.draft_ms  # rows fed so that the head can come back
+
+    def _tokens(self, n: int) -> float:
+        """Expected tokens of a round with n drafts."""
+        total = reached = 1.0
+        for rate in self._rates[:n]:
+            reached *= rate
+            total += reached
+        return total
+
+    def _round_ms(self, n: int) -> float:
+        """Expected time of a round with n drafts."""
+        return self._verify_cost.ms(n + 1) + self._draft_cost.ms(n)
+
+
+class _CostTable:
+    """Cost in ms by size, from the last few measurements of each size.
+
+    The first measurement of a size is left out, for it pays set-up. A cost is the lower quartile of the rest: delays
+    from outside (another process) only ever add, and must not put a size out of the running. Sizes not known yet lie
+    on the line through known ones; from_zero: size 0 is free.
+    """
+
+    def __init__(self, from_zero: bool) -> None:
+        self._met: set[int] = set()
+        self._measured: dict[int, deque[float]] = {0: deque([0.0])} if from_zero else {}
+
+    def add(self, size: int, cost_ms: float) -> None:
+        if size in self._met:
+            self._measured.setdefault(size, deque(maxlen=_COST_WINDOW)).append(cost_ms)
+        self._met.add(size)
+
+    def knows(self, size: int) -> bool:
+        return size in self._measured
+
+    def ms(self, size: int) -> float:
+        others = sorted(set(self._measured) - {size})
+        if not self.knows(size):
+            return self._guess(size, others)
+        # One or two measurements may all have met a delay: believe the other sizes if they promise better.
+        settled = len(self._measured[size]) > 2 or len(others) < 2
+        return self._quartile(size) if settled else min(self._quartile(size), self._guess(size, others))
+
+    def _guess(self, size: int, known: list[int]) -> float:
+        """From other sizes: between the nearest, or past them along the line through the least and the greatest."""
+        if len(known) < 2:
+            return self._quartile(known[0]) if known else 0.0
+        low, high = known[0], known[-1]
+        if low < size < high:
+            low = max(s for s in known if s < size)
+            high = min(s for s in known if s > size)
+        slope = max(0.0, (self._quartile(high) - self._quartile(low)) / (high - low))
+        return self._quartile(low) + slope * (size - low)
+
+    def _quartile(self, size: int) -> float:
+        ordered = sorted(self._measured[size])
+        return ordered[len(ordered) // 4]
