@@ -68,7 +68,9 @@ class GGUFTensor:
         for at in range(start, stop, step):
             piece = np.asarray(blocks[at : min(at + step, stop)])
             try:
-                out[at - start : at - start + len(piece)] = dequantize(piece, self.ggml_type)
+                # An infinite scale times zero is for `check_finite` to report, not for a warning.
+                with np.errstate(all="ignore"):
+                    out[at - start : at - start + len(piece)] = dequantize(piece, self.ggml_type)
             except NotImplementedError as error:
                 raise ModelFileError(
                     "unsupported",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -221,7 +222,7 @@ def _bos_is_comma() -> TinyModel:
 
 
 NAMED: dict[str, Callable[[Path], Path]] = {
-    **{name: _model(lambda spec=spec: build(spec)) for name, spec in GEOMETRIES.items()},
+    **{name: _model(partial(build, spec)) for name, spec in GEOMETRIES.items()},
     "q4_k_m_values": _model(lambda: build(replace(BLOCK_SPEC, dequantized=True))),
     "agreeing": _spec(agree=0.25),
     # Containers
