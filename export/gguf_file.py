@@ -13,7 +13,7 @@ import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, BinaryIO, TypeVar, cast, get_args, get_origin
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
@@ -166,15 +166,18 @@ class GGUFFile:
         """
         digest = hashlib.blake2b(digest_size=20)
         for path, data_start in zip(self.paths, self._data_starts, strict=True):
-            with _mapped(path) as data:
-                digest.update(len(data).to_bytes(8, "little"))
-                end = len(data) if len(data) <= _HASH_WHOLE_BYTES else min(data_start, len(data))
-                digest.update(memoryview(data)[:end])
-                if end < len(data):
-                    for tensor in self.tensors.values():
-                        if tensor.path == path:
-                            for start in _sample_starts(tensor):
-                                digest.update(data[start : min(start + _SAMPLE_BYTES, tensor.offset + tensor.nbytes)])
+            with _opened(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                if size <= _HASH_WHOLE_BYTES:
+                    digest.update(file.read())
+                    continue
+                digest.update(file.read(data_start))
+                for tensor in self.tensors.values():
+                    if tensor.path == path:
+                        for start in _sample_starts(tensor):
+                            file.seek(start)
+                            digest.update(file.read(min(_SAMPLE_BYTES, tensor.offset + tensor.nbytes - start)))
         return digest.hexdigest()
 
 
@@ -183,25 +186,31 @@ def _sample_starts(tensor: GGUFTensor) -> tuple[int, int, int]:
     return tensor.offset, (tensor.offset + last) // 2, last
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    """Map a regular, non-empty file read-only. Raises UsageError, or ModelFileError for an empty file."""
+def _open_at_once(name: str, flags: int) -> int:
+    """Open without waiting: a pipe would block until someone writes to it."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a regular, non-empty file. Raises UsageError, or ModelFileError for an empty file."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise UsageError(f"{path}: is not a file; give the path of a .gguf file")
-            if status.st_size == 0:
-                raise ModelFileError("format", f"{path}: not a GGUF file: the file is empty (0 bytes)")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
+        status = os.fstat(file.fileno())
     except FileNotFoundError as error:
         raise UsageError(f"{path}: no such file") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path}: cannot be read ({reason}); give the path of a readable .gguf file") from error
+    if stat.S_ISREG(status.st_mode) and status.st_size:
+        return file
+    file.close()
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{path}: is not a file; give the path of a .gguf file")
+    raise ModelFileError("format", f"{path}: not a GGUF file: the file is empty (0 bytes)")
 
 
 def _read_header(path: Path) -> Header:
-    with _mapped(path) as data:
+    with _opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return parse_header(path, data)
 
 
