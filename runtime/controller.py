@@ -5,19 +5,21 @@ A controller never changes the text, only its speed. It sees no clock: the loop 
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
 from engines.errors import UsageError
 
-# The first rounds alternate drafting and plain ones, so that both have been measured twice.
-_OPENING_ROUNDS = 4
+# The first rounds alternate one draft and none, so that both have been measured twice after their first call.
+_OPENING_ROUNDS = 6
 # Acceptance before anything is known, and how many observations that guess weighs.
 _PRIOR_RATE = 0.7
 _PRIOR_WEIGHT = 2.0
-# Weight of the newest observation once there are many: about the last dozen count.
-_FORGET = 0.12
+# Weight of the newest observation once there are many: about the last ten count.
+_FORGET = 0.1
 # Passes of one size that its cost is taken from.
 _COST_WINDOW = 8
 # Share of the time that may be lost to trials, and the fewest rounds between two while drafting is on.
@@ -96,17 +98,18 @@ class AdaptiveDraft:
             return 0
         if self._rounds < _OPENING_ROUNDS:
             return 0 if self._rounds % 2 else 1
-        ms_per_token = [self._round_ms(n) / self._tokens(n) for n in range(limit + 1)]
+        ms, tokens = self._expected_ms(limit), self._expected_tokens(limit)
+        ms_per_token = [m / t for m, t in zip(ms, tokens, strict=True)]
         best = min(range(limit + 1), key=ms_per_token.__getitem__)
         self._best_ms_per_token = ms_per_token[best]
         if best == 0:
             trial = min(range(1, limit + 1), key=ms_per_token.__getitem__)
-            loss_ms = self._round_ms(trial) - self._round_ms(0)
+            loss_ms = ms[trial] - ms[0]
         else:
             trial = min({0, best - 1, min(best + 1, limit)} - {best}, key=lambda n: (self._seen[n], n))
-            loss_ms = self._round_ms(trial) - self._tokens(trial) * ms_per_token[best]
+            loss_ms = ms[trial] - tokens[trial] * ms_per_token[best]
         # A cost known wrongly must not be too dear to find out.
-        loss_ms = min(loss_ms, self._round_ms(best))
+        loss_ms = min(loss_ms, ms[best])
         self._allowance_ms = min(self._allowance_ms, max(loss_ms, 0.0))
         waited = best == 0 or self._rounds - self._last_trial >= _TRIAL_GAP_ROUNDS
         self._is_trial = waited and self._allowance_ms >= loss_ms
@@ -131,17 +134,15 @@ class AdaptiveDraft:
         elif n == 0:
             self._allowance_ms -= done.draft_ms  # rows fed so that the head can come back
 
-    def _tokens(self, n: int) -> float:
-        """Expected tokens of a round with n drafts."""
-        total = reached = 1.0
-        for rate in self._rates[:n]:
-            reached *= rate
-            total += reached
-        return total
+    def _expected_tokens(self, largest: int) -> list[float]:
+        """Of rounds with 0..largest drafts."""
+        reached = itertools.accumulate(self._rates[:largest], operator.mul, initial=1.0)
+        return list(itertools.accumulate(reached))
 
-    def _round_ms(self, n: int) -> float:
-        """Expected time of a round with n drafts."""
-        return self._verify_cost.ms(n + 1) + self._draft_cost.ms(n)
+    def _expected_ms(self, largest: int) -> list[float]:
+        """Of rounds with 0..largest drafts."""
+        verify_ms = self._verify_cost.up_to(self._max_n + 1)[1:]
+        return [v + d for v, d in zip(verify_ms[: largest + 1], self._draft_cost.up_to(largest), strict=True)]
 
 
 class _CostTable:
@@ -164,13 +165,22 @@ class _CostTable:
     def knows(self, size: int) -> bool:
         return size in self._measured
 
-    def ms(self, size: int) -> float:
+    def up_to(self, largest: int) -> list[float]:
+        """The costs of sizes 0..largest. More work never takes less time: no size costs more than a greater one."""
+        costs = [self._own_ms(size) for size in range(largest + 1)]
+        for size in reversed(range(largest)):
+            costs[size] = min(costs[size], costs[size + 1])
+        return costs
+
+    def _own_ms(self, size: int) -> float:
+        n_measured = len(self._measured.get(size, ()))
+        if n_measured > 2:
+            return self._quartile(size)
         others = sorted(set(self._measured) - {size})
-        if not self.knows(size):
+        if n_measured == 0:
             return self._guess(size, others)
         # One or two measurements may all have met a delay: believe the other sizes if they promise better.
-        settled = len(self._measured[size]) > 2 or len(others) < 2
-        return self._quartile(size) if settled else min(self._quartile(size), self._guess(size, others))
+        return self._quartile(size) if len(others) < 2 else min(self._quartile(size), self._guess(size, others))
 
     def _guess(self, size: int, known: list[int]) -> float:
         """From other sizes: between the nearest, or past them along the line through the least and the greatest."""

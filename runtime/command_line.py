@@ -1,0 +1,126 @@
+"""What the command lines share: flags of the model and of sampling, exit codes, Ctrl-C, closed pipes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from engines.errors import NextnError, ResourceError, UsageError
+from runtime.model_cache import default_cache_dir, exported_folder
+from runtime.sampling import SamplingParams
+from runtime.session import BACKENDS, DRAFT_N_DEFAULT, SPEC_TYPES, Session, SpecOptions, open_session
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports wrong flags as UsageError: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help=".gguf file (exported on first use) or exported folder"
+    )
+    group = parser.add_argument_group("model")
+    group.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="tokens of prompt and text; 0: all")
+    group.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="0: one per core")
+    group.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes (auto: what MODEL is for)")
+    group.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help=f"where exports of .gguf files are kept ({default_cache_dir()})"
+    )
+
+
+def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafting (never changes the text)")
+    group.add_argument(
+        "--spec-type",
+        choices=SPEC_TYPES,
+        default="auto",
+        help="auto: as many drafts as pay, if the model has a NextN head; draft-mtp: always the most; none: plain",
+    )
+    group.add_argument(
+        "--spec-draft-n-max",
+        type=int,
+        default=DRAFT_N_DEFAULT,
+        metavar="N",
+        help="most drafts a round, 0: none (default: %(default)s)",
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temp", type=float, default=0.0, metavar="T", help="0: the most probable token (default)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most probable; 0: all (default)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the top share P; 1: all (default)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep P times the best; 0: all (default)")
+    group.add_argument("-s", "--seed", type=int, default=-1, metavar="N", help="-1: a random one, reported (default)")
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """Checked parameters with a seed drawn where none was given."""
+    return SamplingParams(options.temp, options.top_k, options.top_p, options.min_p, options.seed).resolved()
+
+
+def session_of(options: argparse.Namespace) -> Session:
+    """Load the model that the flags of `add_model_arguments` and `add_spec_arguments` name."""
+    spec = SpecOptions(options.spec_type, options.spec_draft_n_max)
+    spec.validate()  # before a long export
+    folder = exported_folder(options.model, draft=spec.wants_draft, cache_dir=options.cache_dir)
+    return open_session(
+        folder, backend=options.backend, context_size=options.ctx_size, threads=options.threads, spec=spec
+    )
+
+
+@contextlib.contextmanager
+def interrupt_flag() -> Iterator[Callable[[], bool]]:
+    """A function that tells whether Ctrl-C was pressed inside the block; a second one raises KeyboardInterrupt."""
+    pressed = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """Run a command line and leave with its exit code; what it raises becomes one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):  # text is UTF-8 whatever the locale says
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        code = main()
+        sys.stdout.flush()
+    except NextnError as error:
+        code = _report(error)
+    except MemoryError as error:
+        code = _report(ResourceError(f"out of memory ({error})" if str(error) else "out of memory"))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads stdout any more; keep the interpreter from flushing into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_PIPE_CLOSED
+    sys.exit(code)
+
+
+def _report(error: NextnError) -> int:
+    print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
+    return error.exit_code

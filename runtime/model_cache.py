@@ -1,0 +1,109 @@
+"""MODEL of the command lines -> exported folder: a folder as it is, a .gguf exported on first use into a cache.
+
+The one place where the runtime reaches for `export`, and only once a .gguf was given: a machine that runs exported
+folders needs neither the exporter nor its packages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
+from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
+
+CACHE_NAME = "nextn-trt"
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/nextn-trt``, or ``~/.cache/nextn-trt``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".cache") / CACHE_NAME
+
+
+def exported_folder(model: Path, *, draft: bool, cache_dir: Path | None = None) -> Path:
+    """The exported folder of ``model``.
+
+    A .gguf is looked up in the cache by its content and the exporter's own source, and exported if it is not there,
+    with a progress bar on a terminal's stderr. draft False: a file whose draft head is missing or unusable is exported
+    without one. Raises UsageError, ModelFileError or ResourceError.
+    """
+    if model.is_dir():
+        return model
+    if not model.exists():
+        raise UsageError(f"{model}: no such file or folder; give a .gguf file or an exported folder")
+    cache = cache_dir or default_cache_dir()
+    try:
+        return _cached_export(model, cache, with_draft=True)
+    except ModelFileError:
+        if draft:
+            raise
+        return _cached_export(model, cache, with_draft=False)
+
+
+def _cached_export(model: Path, cache: Path, with_draft: bool) -> Path:
+    from export.gguf_file import GGUFFile
+
+    key = f"{GGUFFile.open(model).content_key()}-{_exporter_version()}"
+    folder = cache / (key if with_draft else f"{key}-plain")
+    if _is_whole(folder):
+        return folder
+    # Another process may be making the same: each writes its own folder, the first to finish gives it the name.
+    part = cache / f".{folder.name}.{os.getpid()}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _export(model, part, with_draft)
+        if folder.exists() and not _is_whole(folder):
+            shutil.rmtree(folder)
+        if not folder.exists():
+            os.rename(part, folder)
+    except OSError as error:
+        if not _is_whole(folder):
+            raise ResourceError(
+                f"{cache}: cannot hold the export ({error.strerror or error}); choose another --cache-dir"
+            ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _export(model: Path, folder: Path, with_draft: bool) -> None:
+    from tqdm import tqdm
+
+    from export.config import load_config
+    from export.exporter import count_weights, export_model
+    from export.gguf_file import GGUFFile
+
+    file = GGUFFile.open(model)
+    total = count_weights(file, load_config(file, draft=with_draft))
+    label = f"exporting {model.name}"
+    with tqdm(total=total, unit="w", unit_scale=True, desc=label, file=sys.stderr, leave=False, disable=None) as bar:
+        manifest = export_model(model, folder, draft=with_draft, progress=bar.update)
+    for note in manifest.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _exporter_version() -> str:
+    """Digest of the exporter's source: what another version of it made is not used."""
+    import export
+
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(Path(export.__path__[0]).glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder is an export with all its files."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    try:
+        manifest: Manifest = load_manifest(folder)
+        for role in manifest.files:
+            manifest.file(folder, role)
+    except EngineError:
+        return False
+    return True

@@ -1,0 +1,171 @@
+"""A loaded model, ready to generate: what the command lines and the server share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from engines.errors import EngineError, UsageError
+from engines.manifest import Manifest, load_manifest
+from runtime.controller import AdaptiveDraft, Controller, FixedDraft
+from runtime.engine import DraftEngine, Sampler, TrunkEngine
+from runtime.sampling import SamplingParams, choose
+from runtime.speculative import SpecStats, generate
+from runtime.tokenizer import Tokenizer
+
+BACKENDS = ("auto", "onnxruntime", "tensorrt")
+SPEC_TYPES = ("auto", "none", "draft-mtp")
+DRAFT_N_DEFAULT = 3
+DRAFT_N_LIMIT = 64  # each draft asks for one more row of every buffer
+
+
+class _OpenEngines(Protocol):
+    def __call__(
+        self, folder: Path, manifest: Manifest, *, context_size: int, threads: int, max_rows: int, draft: bool
+    ) -> tuple[TrunkEngine, DraftEngine | None]: ...
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """Drafting as asked for: a type of SPEC_TYPES and the most drafts of a round."""
+
+    spec_type: str = "auto"
+    draft_n_max: int = DRAFT_N_DEFAULT
+
+    def validate(self) -> None:
+        if self.spec_type not in SPEC_TYPES:
+            raise UsageError(f"--spec-type {self.spec_type}: wanted one of {', '.join(SPEC_TYPES)}")
+        if not 0 <= self.draft_n_max <= DRAFT_N_LIMIT:
+            raise UsageError(
+                f"--spec-draft-n-max {self.draft_n_max}: wanted 0 (no drafting) to {DRAFT_N_LIMIT} drafts a round"
+            )
+
+    @property
+    def wants_draft(self) -> bool:
+        return self.spec_type != "none" and self.draft_n_max > 0
+
+
+@dataclass
+class Session:
+    """One sequence at a time over one pair of engines. spec_type: "draft-mtp" or "none", what really runs."""
+
+    folder: Path
+    manifest: Manifest
+    backend: str
+    spec_type: str
+    context_size: int
+    trunk: TrunkEngine
+    draft: DraftEngine | None
+    tokenizer: Tokenizer
+    controller: Controller
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        stats: SpecStats,
+        cancelled: Callable[[], bool] = lambda: False,
+        plain: bool = False,
+    ) -> Generator[int, None, None]:
+        """Yield the tokens after ``prompt`` (`runtime.speculative.generate`). plain: without the draft head."""
+        return generate(
+            self.trunk,
+            None if plain else self.draft,
+            prompt,
+            sampler=make_sampler(params),
+            controller=self.controller,
+            max_tokens=max_tokens,
+            end_token_ids=self.tokenizer.end_token_ids,
+            context_size=self.context_size,
+            stats=stats,
+            cancelled=cancelled,
+        )
+
+
+def open_session(
+    folder: Path,
+    *,
+    backend: str = "auto",
+    context_size: int = 0,
+    threads: int = 0,
+    spec: SpecOptions | None = None,
+) -> Session:
+    """Load an exported folder.
+
+    context_size: tokens that prompt and text together may have; 0 = what the model was made for. threads 0: one per
+    core. Raises UsageError, or EngineError when the folder or the backend is not usable.
+    """
+    spec = spec or SpecOptions()
+    spec.validate()
+    if threads < 0:
+        raise UsageError(f"--threads {threads}: wanted 1 or more, or 0 for one per core")
+    manifest = load_manifest(folder)
+    context_size = _context_size(context_size, manifest)
+    if spec.spec_type == "draft-mtp" and not manifest.has_draft:
+        raise UsageError(f"{manifest.model_name} has no NextN draft head; use --spec-type none or auto")
+    chosen, open_engines = _backend(backend, manifest)
+    draft_n_max = spec.draft_n_max if spec.wants_draft else 0
+    trunk, draft = open_engines(
+        folder,
+        manifest,
+        context_size=context_size,
+        threads=threads,
+        max_rows=draft_n_max + 1,
+        draft=spec.wants_draft and manifest.has_draft,
+    )
+    adaptive = spec.spec_type == "auto" and draft is not None
+    return Session(
+        folder=folder,
+        manifest=manifest,
+        backend=chosen,
+        spec_type="none" if draft is None else "draft-mtp",
+        context_size=context_size,
+        trunk=trunk,
+        draft=draft,
+        tokenizer=Tokenizer(folder, manifest.tokenizer),
+        controller=AdaptiveDraft(draft_n_max) if adaptive else FixedDraft(draft_n_max),
+    )
+
+
+def make_sampler(params: SamplingParams) -> Sampler:
+    """Token choice with resolved ``params``, for trunk and draft head alike."""
+
+    def sampler(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return choose(logits, positions, params)
+
+    return sampler
+
+
+def check_prompt_ids(ids: Sequence[int], manifest: Manifest) -> None:
+    """Raise UsageError at the first id that the model does not know."""
+    vocab_size = manifest.geometry.vocab_size
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"token {place} of the prompt is {token}; this model has ids 0 to {vocab_size - 1}")
+
+
+def _context_size(asked: int, manifest: Manifest) -> int:
+    """The context in tokens. A file whose rope is scaled says so in its own context length: that is the bound."""
+    longest = manifest.geometry.context_length
+    if not 0 <= asked <= longest:
+        raise UsageError(
+            f"--ctx-size {asked}: {manifest.model_name} was made for 1 to {longest} tokens (0: all of them)"
+        )
+    return asked or longest
+
+
+def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines]:
+    if asked not in BACKENDS:
+        raise UsageError(f"--backend {asked}: wanted one of {', '.join(BACKENDS)}")
+    chosen = manifest.target if asked == "auto" else asked
+    if chosen == "onnxruntime":
+        from runtime.engine_onnxruntime import open_engines
+
+        return chosen, open_engines
+    raise EngineError(f"backend {chosen}: this version has no {chosen} engines; use --backend onnxruntime")
