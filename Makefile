@@ -1,0 +1,49 @@
+# Everything runs in a virtual environment of its own; nothing here needs a GPU unless its name says so.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= tests/model/tiny-qwen35-mtp-Q4_K_M.gguf
+PROMPT ?= Explain itertools.chain.
+OUT ?= engines/built/$(basename $(notdir $(MODEL)))
+PYTEST_FLAGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint format export check bench clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[test,lint]'
+	touch $@
+
+demo: setup  ## Generate with multi-token prediction from the tiny model.
+	$(BIN)/python -m runtime.generate $(MODEL) --prompt "$(PROMPT)"
+
+test: $(VENV)/.installed-test  ## All tests that need no GPU.
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+export: setup  ## MODEL=x.gguf -> OUT: ONNX graphs for ONNX Runtime.
+	$(BIN)/python -m export $(MODEL) -o $(OUT)
+
+check: setup  ## Is the text with drafting the text without it? How well does the head draft?
+	$(BIN)/python -m runtime.check $(MODEL)
+
+bench: $(VENV)/.installed-test  ## Plain decode against llama.cpp, and drafting against plain, in one run.
+	$(BIN)/python -m tests.bench.cpu_vs_llamacpp
+
+clean:
+	rm -rf $(VENV) build engines/built *.egg-info
