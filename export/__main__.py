@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m export", description="Export a qwen35 GGUF to ONNX.")
     parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model; of a split model the first part")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write (replaced whole)")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--target", choices=["onnxruntime"], default="onnxruntime", help="form of the graphs")
     parser.add_argument("--no-draft", action="store_true", help="leave the NextN draft head out")
     options = parser.parse_args(arguments)

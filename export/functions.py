@@ -98,8 +98,8 @@ def gated_delta_net(gdn: GatedDeltaNetConfig, rms_eps: float) -> Function:
     key, value [1, T, HV D], decay, rate [1, T, HV] (what the state update used, for replaying a part of the pass);
     state_out (after all T tokens).
 
-    ONNX Runtime has kernels for the convolution and the delta rule in its own domain only; of the standard operators of
-    the same names it runs the defining subgraphs (a Scan), several times slower and with another order of sums for T = 1.
+    ONNX Runtime has kernels for the convolution and the delta rule in its own domain only. Of the standard operators of
+    the same names it runs the defining subgraphs (a Scan): several times slower, and T = 1 sums in another order.
     """
     heads, dim = gdn.num_v_heads, gdn.head_dim
     inputs = ["qkv", "z", "alpha", "beta", "conv", "state", "conv_weight", "a", "dt", "norm"]
@@ -247,5 +247,3 @@ def gated_attention(attention: AttentionConfig, rope_dim: int, rms_eps: float) -
 def query_rows_per_token(attention: AttentionConfig) -> int:
     """Rows that one token gives to the product with a KV head's keys; at least 2."""
     return max(2, attention.num_heads // attention.num_kv_heads)
-
-

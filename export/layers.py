@@ -103,7 +103,7 @@ class Layers:
     def rope_and_mask(self, positions: str, any_cache: str) -> tuple[str, str, str]:
         """What all attention layers of a pass share: the mask, cos and sin."""
         inv_freq, factor = rope_frequencies(self.config.rope)
-        rope = [self.graph.const("rope.inv_freq", inv_freq), self.graph.const("rope.factor", np.float64(factor))]
+        rope = [self.graph.const("rope.inv_freq", inv_freq), self.graph.const("rope.factor", np.array(factor))]
         cos, sin = self.graph.call(functions.rope_tables(), [positions, *rope], "rope")
         repeats = [functions.query_rows_per_token(self.config.attention), 1]
         mask = self.graph.call(functions.attention_mask(), [positions, any_cache], "mask", repeats=repeats)
@@ -111,11 +111,13 @@ class Layers:
 
     def cache_inputs(self, layer: int) -> tuple[str, str]:
         """Declare the KV cache inputs of an attention layer."""
-        shape = [1, self.config.attention.num_kv_heads, "L", self.config.attention.head_dim]
+        shape: list[int | str] = [1, self.config.attention.num_kv_heads, "L", self.config.attention.head_dim]
         key, value = (self.graph.input(f"blk.{layer}.{kind}_cache", FLOAT, shape) for kind in ("key", "value"))
         return key, value
 
-    def attention(self, x: str, layer: int, positions: str, shared: tuple[str, str, str], caches: tuple[str, str]) -> str:
+    def attention(
+        self, x: str, layer: int, positions: str, shared: tuple[str, str, str], caches: tuple[str, str]
+    ) -> str:
         config = self.config.attention
         function = functions.gated_attention(config, self.config.rope.dim, self.config.rms_eps)
         inputs = [self.linear(x, leaf, layer) for leaf in ("attn_q", "attn_k", "attn_v")]

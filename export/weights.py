@@ -50,10 +50,12 @@ class WeightStore:
         self._vectors: dict[tuple[str, tuple[int, ...]], Weight] = {}
 
     def __enter__(self) -> WeightStore:
-        self._file = open(self.path, "wb")  # noqa: SIM115: closed by __exit__
+        self._file = open(self.path, "wb")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._file:
             if kind is None:
                 self._file.truncate(self._end)
@@ -77,7 +79,8 @@ class WeightStore:
         if tensor.name not in self._matrices:
             check_finite(tensor)
             form = BLOCK_FORMS.get(tensor.ggml_type)
-            self._matrices[tensor.name] = self._store_floats(tensor) if form is None else self._store_blocks(tensor, form)
+            stored = self._store_floats(tensor) if form is None else self._store_blocks(tensor, form)
+            self._matrices[tensor.name] = stored
         return self._matrices[tensor.name]
 
     def _store_floats(self, tensor: GGUFTensor) -> Matrix:
@@ -125,9 +128,10 @@ class WeightStore:
     def _write(self, offset: int, array: np.ndarray) -> None:
         try:
             self._file.seek(offset)
-            self._file.write(memoryview(np.ascontiguousarray(array)).cast("B"))
+            self._file.write(np.ascontiguousarray(array).data.cast("B"))
         except OSError as error:
-            raise ResourceError(f"{self.path}: cannot write weights ({error.strerror}); free space or choose another -o") from error
+            reason = f"cannot write weights ({error.strerror})"
+            raise ResourceError(f"{self.path}: {reason}; free space or choose another -o") from error
 
 
 def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:

@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from engines.errors import EngineError, ResourceError
 from engines.manifest import Geometry, Manifest
 from runtime.engine import Pass, Sampler
+from runtime.onnx_session import KvCache, check_version, load_session, run_session
 
-# Softmax, and the product with the values, must sum a key's share the same way whatever the cache length is. With
-# lengths of whole multiples of this, longer caches only append zeros to every partial sum.
-CACHE_STEP = 256
 PREFILL_CHUNK = 256
-_MIN_VERSION = (1, 32)
 
 
 def open_engines(
@@ -33,67 +29,12 @@ def open_engines(
     Raises EngineError (ONNX Runtime too old, damaged export) or ResourceError (memory)."""
     check_version(ort.__version__)
     geometry = manifest.geometry
-    trunk_session = _load(manifest.file(folder, "trunk"), threads)
-    replay_session = _load(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
+    trunk_session = load_session(manifest.file(folder, "trunk"), threads)
+    replay_session = load_session(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
     trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
     if not draft or not manifest.has_draft:
         return trunk, None
-    return trunk, OnnxDraftEngine(_load(manifest.file(folder, "draft"), threads), geometry, context_size)
-
-
-def check_version(version: str) -> None:
-    """Raise EngineError when this ONNX Runtime lacks the operators of the canonical graph."""
-    if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
-        wanted = ".".join(map(str, _MIN_VERSION))
-        raise EngineError(f"onnxruntime {version} lacks LinearAttention; install onnxruntime >= {wanted}")
-
-
-def _load(path: Path, threads: int) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    # The sessions take turns; a pool that spins after its run would steal the cores of the next one.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the binding raises its own classes, RuntimeError and MemoryError alike
-        if isinstance(error, MemoryError) or "bad_alloc" in str(error) or "Failed to allocate" in str(error):
-            raise ResourceError(f"{path}: not enough memory to load the model") from error
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EngineError(f"{path}: ONNX Runtime cannot load it ({first_line}); run `python -m export` again") from error
-
-
-class KvCache:
-    """Keys and values of some attention layers: per layer and kind [1, KV, L, head_dim] f32, L a multiple of CACHE_STEP.
-
-    Rows past the committed position are dead, but always finite."""
-
-    def __init__(self, layers: Sequence[int], geometry: Geometry) -> None:
-        self._shape = (1, geometry.num_kv_heads, 0, geometry.head_dim)
-        self._names = [f"blk.{layer}.{kind}_cache" for layer in layers for kind in ("key", "value")]
-        self.buffers: dict[str, np.ndarray] = {}
-        self.values: dict[str, ort.OrtValue] = {}
-        self.length = 0
-
-    def reserve(self, length: int) -> bool:
-        """Make room for positions below ``length``; whether the buffers moved."""
-        wanted = -(-length // CACHE_STEP) * CACHE_STEP
-        if wanted <= self.length:
-            return False
-        for name in self._names:
-            grown = np.zeros((*self._shape[:2], wanted, self._shape[3]), np.float32)
-            if self.length:
-                grown[:, :, : self.length] = self.buffers[name]
-            self.buffers[name] = grown
-            self.values[name] = ort.OrtValue.ortvalue_from_numpy(grown)
-        self.length = wanted
-        return True
-
-    def bind(self, binding: Any) -> None:
-        """Bind every cache as input and, in place, as output."""
-        for name, value in self.values.items():
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(f"{name}.out", value)
+    return trunk, OnnxDraftEngine(load_session(manifest.file(folder, "draft"), threads), geometry, context_size)
 
 
 class OnnxTrunkEngine:
@@ -166,7 +107,7 @@ class OnnxTrunkEngine:
             key = (n_keep, self._current)
             if key not in self._replay_bindings:
                 self._replay_bindings[key] = self._bind_replay(n_keep)
-            self._replay.run_with_iobinding(self._replay_bindings[key])
+            run_session(self._replay, self._replay_bindings[key])
         self._keep_convs(n_keep)
         self._current ^= 1
         self._position += n_keep
@@ -190,7 +131,7 @@ class OnnxTrunkEngine:
         """A binding for a pass of ``count`` tokens that reads the current recurrent state and writes the other."""
         self._cache.reserve(self._position + count)
         geometry, binding = self._geometry, self._session.io_binding()
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "tokens": np.zeros(count, np.int64),
             "positions": np.zeros(count, np.int64),
             "rows": np.zeros(rows, np.int64),
@@ -232,7 +173,7 @@ class OnnxTrunkEngine:
         arrays["tokens"][:] = tokens
         arrays["positions"][:] = np.arange(self._position, self._position + len(tokens))
         arrays["rows"][:] = rows
-        self._session.run_with_iobinding(binding)
+        run_session(self._session, binding)
         self._conv_rows = [arrays[f"blk.{layer}.conv_rows"] for layer in self._geometry.gdn_layers]
         self.logits = arrays["logits"]
         choices = self._sampler(self.logits, self._position + rows + 1)
@@ -295,14 +236,14 @@ class OnnxDraftEngine:
         arrays["positions"][:] = np.arange(position, position + count)
         arrays["hidden"][:] = hidden
         arrays["rows"][:] = count - 1
-        self._session.run_with_iobinding(binding)
+        run_session(self._session, binding)
         self.logits = arrays["logits"]
         last: np.ndarray = arrays["hidden.out"][-1:].copy()
         return last
 
     def _bind(self, count: int) -> tuple[Any, dict[str, np.ndarray]]:
         binding = self._session.io_binding()
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "tokens": np.zeros(count, np.int64),
             "positions": np.zeros(count, np.int64),
             "rows": np.zeros(1, np.int64),
