@@ -40,8 +40,8 @@ _TEMPLATE_KEY = "tokenizer.chat_template"
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # End tokens by their text, whatever the keys say; a token with such a text counts as control.
 _END_TEXTS = frozenset(
-    ("<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
-    + ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+    f"<|{name}|>"
+    for name in ["endoftext", "im_end", "fim_pad", "repo_name", "file_sep", "end_of_text", "eot_id", "eom_id"]
 )
 
 
@@ -53,12 +53,13 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> TokenizerInfo:
     content for parts that are missing or contradict each other.
     """
     tokens, types = _vocabulary(file)
-    built = _build(file, tokens, types)
     template = file.get(_TEMPLATE_KEY, str, "")
+    info = TokenizerInfo(_end_tokens(file, tokens), _bos_token(file, len(tokens)), bool(template))
+    built = _build(file, tokens, types)
     _write(folder / TOKENIZER_NAME, built.to_str())
     if template:
         _write(folder / TEMPLATE_NAME, template)
-    return TokenizerInfo(_end_tokens(file, tokens), _bos_token(file, len(tokens)), bool(template))
+    return info
 
 
 def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
@@ -115,7 +116,7 @@ def _merges(file: GGUFFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]
             raise _content(file, f"{_KEY}merges: merge {rank} is {text!r}; wanted two tokens with a space between")
         for part in (left, right, left + right):
             if part not in vocabulary:
-                raise _content(file, f"{_KEY}merges: merge {rank}, {text!r}, needs the token {part!r}, which is missing")
+                raise _content(file, f"{_KEY}merges: merge {rank}, {text!r}, needs {part!r}, which is no token")
         merges.setdefault((left, right))
     return list(merges)
 
@@ -158,4 +159,6 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise ResourceError(f"{path}: cannot be written ({error.strerror}); free some space or give another -o") from error
+        raise ResourceError(
+            f"{path}: cannot be written ({error.strerror}); free some space or give another -o"
+        ) from error
