@@ -126,7 +126,7 @@ def test_no_template_says_so(tmp_path):
 def test_the_templates_own_refusal_is_passed_on(template):
     chat = template("{% if messages[0].role != 'user' %}{{ raise_exception('first must\nbe user') }}{% endif %}ok")
     assert chat.render(HELLO) == "ok"
-    with pytest.raises(UsageError, match="messages: first must be user$"):
+    with pytest.raises(UsageError, match=r"messages: first must be user$"):
         chat.render([{"role": "system", "content": ""}])
 
 
