@@ -72,8 +72,12 @@ class Session:
         stats: SpecStats,
         cancelled: Callable[[], bool] = lambda: False,
         plain: bool = False,
+        heed_ends: bool = True,
     ) -> Generator[int, None, None]:
-        """Yield the tokens after ``prompt`` (`runtime.speculative.generate`). plain: without the draft head."""
+        """Yield the tokens after ``prompt`` (`runtime.speculative.generate`).
+
+        plain: without the draft head. heed_ends False: end tokens are text like any other.
+        """
         return generate(
             self.trunk,
             None if plain else self.draft,
@@ -81,7 +85,7 @@ class Session:
             sampler=make_sampler(params),
             controller=self.controller,
             max_tokens=max_tokens,
-            end_token_ids=self.tokenizer.end_token_ids,
+            end_token_ids=self.tokenizer.end_token_ids if heed_ends else (),
             context_size=self.context_size,
             stats=stats,
             cancelled=cancelled,

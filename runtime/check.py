@@ -1,0 +1,133 @@
+"""`python -m runtime.check MODEL`: does drafting leave the text alone, and is the draft head any good?
+
+SPEC_AGREE compares, token by token, texts generated with drafts and in a reference run that drafts nothing. A broken
+draft head does not show there, since every draft is verified, so the head is measured too: DRAFT_TOP1 (its best guess
+after true rows is the trunk's), KL(trunk || draft), and the acceptance rate by place.
+
+Exit codes: 0 passed, 1 failed (SPEC_AGREE below 1, or acceptance below --min-acceptance), others as runtime.generate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from engines.errors import UsageError
+from runtime.agreement import Report, compare, sampled_prompts
+from runtime.command_line import Parser, add_model_arguments, run_command
+from runtime.model_cache import exported_folder
+from runtime.sampling import SamplingParams
+from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
+
+EXIT_FAILED = 1
+# A head of the model's own accepts far more; below it something is wrong even where no floor was asked for.
+_SUSPICIOUS_ACCEPTANCE = 0.1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    _check_numbers(options)
+    params = SamplingParams(temperature=options.temp, seed=options.seed).resolved()
+    spec = SpecOptions("draft-mtp", options.draft_n)
+    spec.validate()
+    session = open_session(
+        exported_folder(options.model, draft=True, cache_dir=options.cache_dir),
+        backend=options.backend,
+        context_size=options.ctx_size,
+        threads=options.threads,
+        spec=spec,
+    )
+    if options.prompts is None:
+        prompts = sampled_prompts(session, options.n_prompts, options.prompt_length, options.seed)
+    else:
+        prompts = _read_prompts(options.prompts, session)
+    report = Report.of([compare(session, prompt, params, options.predict) for prompt in prompts])
+    failures = report.failures(options.min_acceptance)
+    if options.json:
+        about = {"passed": not failures, "backend": session.backend, "draft_n": options.draft_n}
+        print(json.dumps({**about, "temperature": params.temperature, "seed": params.seed, **report.as_dict()}))
+    else:
+        print(_table(session, report, options))
+    for line in failures:
+        print(f"failed: {line}", file=sys.stderr)
+    if not failures and report.drafting.acceptance_rate < _SUSPICIOUS_ACCEPTANCE:
+        print("warning: hardly any draft was accepted; is this head the trunk's own?", file=sys.stderr)
+    return EXIT_FAILED if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m runtime.check",
+        description="Check that drafting leaves the text alone, and how good the head is.",
+    )
+    add_model_arguments(parser)
+    group = parser.add_argument_group("check")
+    group.add_argument("--prompts", type=Path, metavar="FILE", help="UTF-8, one prompt a line (default: sampled ones)")
+    group.add_argument("--n-prompts", type=int, default=8, metavar="N", help="sampled prompts (default: %(default)s)")
+    group.add_argument("--prompt-length", type=int, default=32, metavar="N", help="their tokens (default: %(default)s)")
+    group.add_argument(
+        "-n", "--predict", type=int, default=128, metavar="N", help="tokens a prompt (default: %(default)s)"
+    )
+    group.add_argument(
+        "--draft-n", type=int, default=DRAFT_N_DEFAULT, metavar="N", help="drafts a round (default: %(default)s)"
+    )
+    group.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature of the compared texts")
+    group.add_argument("-s", "--seed", type=int, default=20240229, metavar="N", help="of prompts and sampling")
+    group.add_argument(
+        "--min-acceptance", type=float, default=0.0, metavar="R", help="fail below this acceptance rate (default: 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
+    return parser
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for flag, value in (
+        ("--n-prompts", options.n_prompts),
+        ("--prompt-length", options.prompt_length),
+        ("--draft-n", options.draft_n),
+    ):
+        if value < 1:
+            raise UsageError(f"{flag} {value}: wanted 1 or more")
+    if options.predict < 2:
+        raise UsageError(f"--predict {options.predict}: wanted 2 or more; the first token is never drafted")
+    if options.seed < 0:
+        raise UsageError(f"--seed {options.seed}: wanted 0 or more, so that the check can be repeated")
+    if not 0.0 <= options.min_acceptance <= 1.0:
+        raise UsageError(f"--min-acceptance {options.min_acceptance}: wanted a rate from 0 to 1")
+
+
+def _read_prompts(path: Path, session: Session) -> list[list[int]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as UTF-8 text ({error}); give one prompt a line") from None
+    prompts = [session.tokenizer.encode(line) for line in lines if line]
+    if not prompts:
+        raise UsageError(f"{path}: holds no prompt; give one a line")
+    return prompts
+
+
+def _table(session: Session, report: Report, options: argparse.Namespace) -> str:
+    n_equal = sum(r.first_difference is None for r in report.results)
+    n_rows = sum(r.head.n for r in report.results)
+    drafting, plain = report.drafting, report.plain
+    by_place = " ".join(f"{rate:.3f}" for rate in report.acceptance_by_position)
+    rows = [
+        ("SPEC_AGREE", f"{report.spec_agree:.3f}", f"{n_equal} of {len(report.results)} texts equal"),
+        ("DRAFT_TOP1", f"{report.draft_top1:.3f}", f"over {n_rows} positions"),
+        ("KL(trunk || draft)", "-" if report.kl is None else f"{report.kl:.3f}", "nats a position"),
+        ("acceptance rate", f"{drafting.acceptance_rate:.3f}", f"by place {by_place}"),
+        ("tokens per step", f"{drafting.tokens_per_step:.3f}", f"{drafting.predicted_n} tokens"),
+        ("tokens a second", f"{drafting.predicted_per_second:.1f}", f"plain {plain.predicted_per_second:.1f}"),
+    ]
+    head = (
+        f"{session.manifest.model_name} on {session.backend}: {len(report.results)} prompts,"
+        f" {options.predict} tokens each, draft_n {options.draft_n}, temperature {options.temp:g}"
+    )
+    return "\n".join([head, *(f"  {name:<20}{value:>8}   {note}" for name, value, note in rows)])
+
+
+if __name__ == "__main__":
+    run_command(main)
