@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from tests.kernels import library as lib
+from tests.kernels.test_attention import NINE_B, Layer
+from tests.kernels.test_gated_delta_net import Net, Shape
 from tests.oracle import kquant
 
 SHAPES = (
@@ -71,6 +73,34 @@ def matmul_time(name: str, n: int, k: int, t: int, flags: int) -> tuple[float, f
     return us, one.nbytes / us / 1000
 
 
+def delta_net_time(t: int) -> float:
+    """Microseconds of conv + Gated DeltaNet of the 9B geometry, over rotating layers."""
+    rng = np.random.default_rng(0)
+    nets = [Net(rng, Shape(16, 32, 128, slots=8)) for _ in range(24)]
+    calls = [net.arguments(net.inputs(rng, t), slot=0, flags=1) for net in nets]
+
+    def launch(i: int, stream: int) -> None:
+        args = calls[i % len(calls)].args
+        assert lib.kernels().nextn_gated_delta_net(ctypes.byref(args), ctypes.c_void_p(stream)) == 0
+
+    return graph_time(launch, 48)
+
+
+def attention_time(t: int, position: int) -> float:
+    """Microseconds of gated attention of the 9B geometry, over rotating layers."""
+    rng = np.random.default_rng(0)
+    layers = [Layer(rng, NINE_B, capacity=position + t) for _ in range(8)]
+    for layer in layers:
+        layer.fill(rng, position)
+    calls = [layer.arguments(layer.inputs(rng, t), position, flags=1) for layer in layers]
+
+    def launch(i: int, stream: int) -> None:
+        args = calls[i % len(calls)].args
+        assert lib.kernels().nextn_attention(ctypes.byref(args), ctypes.c_void_p(stream)) == 0
+
+    return graph_time(launch, 48)
+
+
 def main() -> None:
     rt: Any = lib.runtime()
     props = lib.check(rt.cudaGetDeviceProperties(0))
@@ -84,6 +114,11 @@ def main() -> None:
         row = f"{name + f' {n}x{k}':24s}" + "".join(f"{us:8.2f} ({gbs:5.0f})" for us, gbs in cells)
         us, _ = matmul_time(name, n, k, 512, 0) if n < 100000 else (float("nan"), 0.0)
         print(f"{row}{us:9.1f} {2e-6 * 512 * n * k / us:4.0f}TF", flush=True)
+    for t in (1, 4, 8, 512):
+        print(f"GDN 32 heads x 128, T={t}: {delta_net_time(t):.2f} us")
+    for position in (1000, 16384, 32768):
+        times = ", ".join(f"T={t} {attention_time(t, position):.2f}" for t in (1, 4, 8, 512))
+        print(f"attention 16/4 x 256, context {position}: {times} us")
 
 
 if __name__ == "__main__":

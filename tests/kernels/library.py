@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,36 @@ class Matmul(Structure):
     )
 
 
+class GatedDeltaNet(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "z", "alpha", "beta")),
+        *((name, c_int64) for name in ("ld_qkv", "ld_z", "ld_gate")),
+        *((name, c_void_p) for name in ("conv_weight", "a", "dt_bias", "norm_weight")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("conv_pool", "state_pool", "slot", "y")),
+        ("ld_y", c_int64),
+        *((name, c_int32) for name in ("t", "slots", "k_heads", "v_heads", "head_dim", "conv_kernel")),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("flags", c_int32),
+    )
+
+
+class Attention(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("query_gate", "key", "value")),
+        *((name, c_int64) for name in ("ld_query", "ld_kv")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm")),
+        ("eps", c_float),
+        *((name, c_void_p) for name in ("cos", "sin", "position", "key_cache", "value_cache", "y")),
+        ("ld_y", c_int64),
+        *((name, c_int32) for name in ("t", "capacity", "heads", "kv_heads", "head_dim", "rope_dim")),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("flags", c_int32),
+    )
+
+
 @cache
 def kernels() -> ctypes.CDLL:
     """The library; a missing one fails the test, it never skips."""
@@ -66,6 +97,13 @@ def kernels() -> ctypes.CDLL:
     lib.nextn_embedding.argtypes = (
         *(c_void_p, c_int32, c_int32, c_int32),
         *(c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p),
+    )
+    lib.nextn_gated_delta_net_workspace.restype = lib.nextn_attention_workspace.restype = c_size_t
+    lib.nextn_gated_delta_net.argtypes = (POINTER(GatedDeltaNet), c_void_p)
+    lib.nextn_attention.argtypes = (POINTER(Attention), c_void_p)
+    lib.nextn_rope_rows.argtypes = (
+        *(c_void_p, c_int32, c_void_p, c_int32, c_float),
+        *(c_void_p, c_void_p, c_int32, c_void_p),
     )
     return lib
 
@@ -93,6 +131,15 @@ class DeviceArray:
         check(runtime().cudaMemcpy(out.ctypes.data, self.ptr, out.nbytes, kind))
         assert (out[self.bytes :] == POISON).all(), "a kernel wrote behind its output"
         return out[: self.bytes].view(self.dtype).reshape(self.shape)
+
+
+@dataclass
+class Call:
+    """Arguments ready to launch, their output, and the device arrays they point to."""
+
+    args: Any
+    y: DeviceArray
+    inputs: tuple[DeviceArray, ...]
 
 
 def put(array: NDArray[Any]) -> DeviceArray:

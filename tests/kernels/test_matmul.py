@@ -19,6 +19,8 @@ F64 = NDArray[np.float64]
 EPS = 1e-6
 # int8 hi/lo activations with one scale per 256 values, and f16 activations of prefill, both about 2e-4 on such inputs
 KQUANT_ERROR = 3e-4
+# an outlier sets the step of its whole superblock; a row of less than four superblocks does not average that out
+SHORT_ROW_ERROR = 6e-4
 FLOAT_ERROR = 2e-6  # plain float32 sums
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 FLOATS = ("F32", "F16", "BF16", "Q8_0")
@@ -98,8 +100,10 @@ def matmul(
     return [y[:, : y.shape[1] - pad] for y in whole]
 
 
-def error_bound(name: str) -> float:
-    return KQUANT_ERROR if name in K_QUANTS else FLOAT_ERROR
+def error_bound(name: str, k: int = 4096) -> float:
+    if name not in K_QUANTS:
+        return FLOAT_ERROR
+    return KQUANT_ERROR if k >= 1024 else SHORT_ROW_ERROR
 
 
 # rows not a multiple of 16; 1, 2, 4, 10, 14, 16, 20, 36, 48, 68 superblocks: one chunk, several, and a ragged last one
@@ -111,7 +115,7 @@ SHAPES = [(16, 256), (33, 512), (100, 1024), (7, 2560), (130, 3584), (300, 4096)
 def test_matches_float64_and_does_not_depend_on_t(rng: np.random.Generator, name: str, n: int, k: int) -> None:
     weights, x = random_weights(rng, name, n, k), activations(rng, 8, k)
     singles = [matmul(x[i : i + 1], [weights], pad=3)[0][0] for i in range(8)]
-    assert relative(np.stack(singles), weights.times(x.astype(np.float64))) < error_bound(name)
+    assert relative(np.stack(singles), weights.times(x.astype(np.float64))) < error_bound(name, k)
     for t in range(2, 9):
         (y,) = matmul(x[:t], [weights], pad=3)
         assert np.array_equal(y, np.stack(singles[:t])), f"T={t} rounds differently from T=1"
@@ -177,7 +181,7 @@ def test_prefill(rng: np.random.Generator, name: str, t: int, n: int, k: int) ->
     (y,) = matmul(x, [weights], pad=1)
     want = weights.times(x.astype(np.float64))
     size = np.linalg.norm(want, axis=1, keepdims=True)
-    assert relative(y / size, want / size) < KQUANT_ERROR
+    assert relative(y / size, want / size) < error_bound(name, k)
 
 
 @pytest.mark.parametrize("name", K_QUANTS)

@@ -1,0 +1,217 @@
+#include "attention.h"
+#include "attention_tile.cuh"
+#include "launch.cuh"
+
+namespace nextn {
+namespace {
+
+// Split length of a token at `position`: a multiple of kKEYS that gives at most kMAX_SPLITS splits.  It depends on
+// the token's own position only; the tokens of one call have at most two different lengths.
+constexpr int kMAX_SPLITS = 64;
+__device__ __forceinline__ int split_length(int position) {
+    return kKEYS * (position / (kKEYS * kMAX_SPLITS) + 1);
+}
+
+struct Partials {
+    float* out;      // [split][t][H][D], not divided by the sum
+    float2* maximum; // [split][t][H]: maximum (in log2 units) and sum
+};
+__host__ __device__ size_t partial_values(int t, int heads, int d) { return static_cast<size_t>(kMAX_SPLITS) * t * heads * d; }
+Partials partials(void* workspace, int t, int heads, int d) {
+    auto* out = static_cast<float*>(workspace);
+    return {out, reinterpret_cast<float2*>(out + partial_values(t, heads, d))};
+}
+
+__device__ __forceinline__ float gated(float v, float gate) {
+    return __fmul_rn(v, __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate))));
+}
+
+// grid (splits, kv heads, 2): z = 0 serves tokens with the first token's split length, z = 1 those with a longer one.
+template <int D, int MT>
+__global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_constant__ NextnAttention p, Partials part) {
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& s = *reinterpret_cast<AttentionShared<D, MT>*>(raw);
+    launch_dependents();
+    wait_for_predecessor();
+    const int position = __ldcg(p.position), split = blockIdx.x, kv = blockIdx.y;
+    const int final = min(position + p.t, p.capacity) - 1;
+    const int length = split_length(blockIdx.z ? final : position);
+    if (final < position || (blockIdx.z && length == split_length(position))) return;
+    const int begin = split * length, end = min(begin + length, final + 1);
+    if (begin >= end) return;
+    AttentionBlock<D, MT> block(s, p, kv);
+    float* scratch = s.scores[0] + block.warp * D;
+    for (int t = block.warp; t < p.t; t += kWARPS)
+        if (position + t >= begin && position + t < end) append_row<D>(p, t, position + t, kv, scratch, block.lane);
+    block.load_queries(0, position);  // ends in a barrier, so the appended rows are visible below
+    for (int r = threadIdx.x; r < 16 * MT; r += kATT_THREADS)
+        if (s.last[r] >= 0 && split_length(s.last[r]) != length) s.last[r] = -1;
+    __syncthreads();
+    block.attend(begin, end);
+    const int ratio = p.heads / p.kv_heads;
+    const auto index = [&](int r) {
+        return (static_cast<int64_t>(split) * p.t + r / ratio) * p.heads + kv * ratio + r % ratio;
+    };
+    block.for_each_output([&](int r, int c, float v) {
+        if (s.last[r] >= begin) part.out[index(r) * D + c] = v;
+    });
+    for (int r = threadIdx.x; r < 16 * MT; r += kATT_THREADS)
+        if (s.last[r] >= begin) part.maximum[index(r)] = make_float2(s.max[r], s.sum[r]);
+}
+
+// grid (heads, t), D threads: joins the splits of one token and head in order.
+template <int D>
+__global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ NextnAttention p, Partials part) {
+    __shared__ float weight[kMAX_SPLITS];
+    __shared__ float total;
+    launch_dependents();
+    wait_for_predecessor();
+    const int h = blockIdx.x, t = blockIdx.y, position = __ldcg(p.position) + t;
+    float* y = p.y + t * p.ld_y + h * D + threadIdx.x;
+    if (position >= p.capacity) { *y = __uint_as_float(0x7fc00000u); return; }
+    const int splits = position / split_length(position) + 1;
+    const int64_t stride = static_cast<int64_t>(p.t) * p.heads, first = static_cast<int64_t>(t) * p.heads + h;
+    if (threadIdx.x < 32) {
+        float2 m[2];
+        float top = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int sp = threadIdx.x + 32 * i;
+            m[i] = sp < splits ? __ldcg(part.maximum + sp * stride + first) : make_float2(-INFINITY, 0.0f);
+            top = fmaxf(top, m[i].x);
+        }
+        for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float w = exp2f(__fsub_rn(m[i].x, top));
+            weight[threadIdx.x + 32 * i] = w;
+            sum = __fmaf_rn(w, m[i].y, sum);
+        }
+        for (int d = 16; d; d >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+        if (threadIdx.x == 0) total = sum;
+    }
+    __syncthreads();
+    float v = 0.0f;
+#pragma unroll 8
+    for (int sp = 0; sp < splits; ++sp)
+        v = __fmaf_rn(weight[sp], __ldcg(part.out + (sp * stride + first) * D + threadIdx.x), v);
+    const float gate = __ldcg(p.query_gate + t * p.ld_query + (2 * h + 1) * D + threadIdx.x);
+    *y = gated(__fdiv_rn(v, total), gate);
+}
+
+// Prefill: grid (t, kv heads), one warp each.
+template <int D>
+__global__ void __launch_bounds__(32) append_kernel(const __grid_constant__ NextnAttention p) {
+    __shared__ float scratch[D];
+    launch_dependents();
+    wait_for_predecessor();
+    const int t = blockIdx.x, position = __ldcg(p.position) + t;
+    if (position < p.capacity) append_row<D>(p, t, position, blockIdx.y, scratch, threadIdx.x);
+}
+
+// Prefill: grid (blocks of 64 query rows, longest first; kv heads).
+template <int D>
+__global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_constant__ NextnAttention p) {
+    constexpr int MT = 4, kROWS = 16 * MT;
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& s = *reinterpret_cast<AttentionShared<D, MT>*>(raw);
+    launch_dependents();
+    wait_for_predecessor();
+    const int position = __ldcg(p.position), kv = blockIdx.y, ratio = p.heads / p.kv_heads;
+    const int first = (gridDim.x - 1 - blockIdx.x) * kROWS, rows = p.t * ratio;
+    const int last_token = (min(first + kROWS, rows) - 1) / ratio;
+    AttentionBlock<D, MT> block(s, p, kv);
+    block.load_queries(first, position);
+    block.attend(0, min(position + last_token + 1, p.capacity));
+    block.for_each_output([&](int r, int c, float v) {
+        const int row = first + r, t = row / ratio, h = kv * ratio + row % ratio;
+        if (row >= rows) return;
+        const float o = s.last[r] < 0 ? __uint_as_float(0x7fc00000u) : __fdiv_rn(v, s.sum[r]);
+        p.y[t * p.ld_y + h * D + c] = gated(o, __ldcg(p.query_gate + t * p.ld_query + (2 * h + 1) * D + c));
+    });
+}
+
+__global__ void rope_rows_kernel(const int32_t* position, const double* inv_freq, int pairs, float factor, float* cos_out,
+                                 float* sin_out) {
+    launch_dependents();
+    wait_for_predecessor();
+    const int t = blockIdx.x;
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+        double s, c;
+        sincos((static_cast<double>(__ldcg(position)) + t) * inv_freq[i], &s, &c);
+        cos_out[t * pairs + i] = static_cast<float>(factor * c);
+        sin_out[t * pairs + i] = static_cast<float>(factor * s);
+    }
+}
+
+template <int D, int MT>
+cudaError_t run_split(const NextnAttention& p, const Partials& part, cudaStream_t stream) {
+    Launch l;
+    l.grid = dim3(min(kMAX_SPLITS, ceil_div(p.capacity, kKEYS)), p.kv_heads, p.t > 1 ? 2 : 1);
+    l.block = dim3(kATT_THREADS);
+    l.smem = sizeof(AttentionShared<D, MT>);
+    l.pdl = p.flags & NEXTN_PDL;
+    return launch(l, stream, split_kernel<D, MT>, p, part);
+}
+
+template <int D>
+cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
+    const int rows = p.t * (p.heads / p.kv_heads);
+    Launch l;
+    l.pdl = p.flags & NEXTN_PDL;
+    if (p.t > NEXTN_MAX_DECODE_T) {
+        l.grid = dim3(p.t, p.kv_heads);
+        l.block = dim3(32);
+        const cudaError_t e = launch(l, stream, append_kernel<D>, p);
+        if (e != cudaSuccess) return e;
+        l.grid = dim3(ceil_div(rows, 64), p.kv_heads);
+        l.block = dim3(kATT_THREADS);
+        l.smem = sizeof(AttentionShared<D, 4>);
+        return launch(l, stream, prefill_kernel<D>, p);
+    }
+    const Partials part = partials(p.workspace, p.t, p.heads, D);
+    cudaError_t e = rows <= 16 ? run_split<D, 1>(p, part, stream)
+                  : rows <= 32 ? run_split<D, 2>(p, part, stream)
+                  : rows <= 48 ? run_split<D, 3>(p, part, stream) : run_split<D, 4>(p, part, stream);
+    if (e != cudaSuccess) return e;
+    l.grid = dim3(p.heads, p.t);
+    l.block = dim3(D);
+    return launch(l, stream, combine_kernel<D>, p, part);
+}
+
+}  // namespace
+}  // namespace nextn
+
+NEXTN_API size_t nextn_attention_workspace(int32_t t, int32_t heads, int32_t head_dim) {
+    if (t > NEXTN_MAX_DECODE_T) return 256;
+    return (nextn::partial_values(t, heads, head_dim) + 2 * nextn::partial_values(t, heads, 1)) * sizeof(float);
+}
+
+NEXTN_API cudaError_t nextn_attention(const NextnAttention* args, cudaStream_t stream) {
+    if (!args) return cudaErrorInvalidValue;
+    const NextnAttention& p = *args;
+    const int d = p.head_dim;
+    if (p.t < 1 || p.capacity < 1 || p.heads < 1 || p.kv_heads < 1 || p.heads % p.kv_heads || p.heads / p.kv_heads > 8)
+        return cudaErrorInvalidValue;
+    if (p.rope_dim < 2 || p.rope_dim % 2 || p.rope_dim > d || p.ld_query < 2 * p.heads * d || p.ld_kv < p.kv_heads * d
+        || p.ld_y < p.heads * d || !p.workspace || p.workspace_bytes < nextn_attention_workspace(p.t, p.heads, d))
+        return cudaErrorInvalidValue;
+    switch (d) {
+        case 32: return nextn::run<32>(p, stream);
+        case 64: return nextn::run<64>(p, stream);
+        case 128: return nextn::run<128>(p, stream);
+        case 256: return nextn::run<256>(p, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+NEXTN_API cudaError_t nextn_rope_rows(const int32_t* position, int32_t t, const double* inv_freq, int32_t pairs,
+                                      float factor, float* cos, float* sin, int32_t flags, cudaStream_t stream) {
+    if (t < 1 || pairs < 1) return cudaErrorInvalidValue;
+    nextn::Launch l;
+    l.grid = dim3(t);
+    l.block = dim3(32);
+    l.pdl = flags & NEXTN_PDL;
+    return nextn::launch(l, stream, nextn::rope_rows_kernel, position, inv_freq, pairs, factor, cos, sin);
+}

@@ -1,0 +1,239 @@
+// One block's attention: 16*MT query rows (row r = token r / ratio, head r % ratio of one kv head) against keys in
+// tiles of 64, f16 tensor cores, online softmax in float32.
+//
+// A row's result depends on its own keys only: tiles start at fixed positions, masked keys get weight exactly 0 and
+// values beyond the last row are read as 0, so rows and tokens around it change nothing.
+#pragma once
+#include "attention.h"
+#include "ptx.cuh"
+
+namespace nextn {
+
+constexpr int kKEYS = 64, kWARPS = 4, kATT_THREADS = 32 * kWARPS;
+constexpr float kLOG2E = 1.4426950408889634f;
+
+template <int D, int MT>
+struct AttentionShared {
+    static constexpr int kROWS = 16 * MT, kPITCH = D + 8;
+    __half q[kROWS][kPITCH], k[kKEYS][kPITCH], v[kKEYS][kPITCH];
+    float scores[kROWS][kKEYS + 4];
+    __half weights[kROWS][kKEYS + 8];
+    float max[kROWS], sum[kROWS], rescale[kROWS];
+    int last[kROWS];  // last key position of the row, -1 for a row that is not there
+};
+
+// y = rope(rms_norm(x)) of one head by one warp; `row` is a [D] scratch in shared memory that holds y afterwards.
+template <int D>
+__device__ __forceinline__ void norm_rope_head(const float* x, const float* norm, float eps, const float* cos,
+                                               const float* sin, int pairs, float* row, int lane) {
+    float v[D / 32], squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < D / 32; ++j) {
+        v[j] = __ldcg(x + lane + 32 * j);
+        squares = __fmaf_rn(v[j], v[j], squares);
+    }
+#pragma unroll
+    for (int d = 16; d; d >>= 1) squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, d));
+    const float factor = __frsqrt_rn(__fmaf_rn(squares, 1.0f / D, eps));
+#pragma unroll
+    for (int j = 0; j < D / 32; ++j) row[lane + 32 * j] = __fmul_rn(__fmul_rn(v[j], factor), norm[lane + 32 * j]);
+    __syncwarp();
+    for (int i = lane; i < pairs; i += 32) {
+        const float a = row[i], b = row[i + pairs], c = __ldcg(cos + i), s = __ldcg(sin + i);
+        row[i] = __fmaf_rn(a, c, -__fmul_rn(b, s));
+        row[i + pairs] = __fmaf_rn(b, c, __fmul_rn(a, s));
+    }
+    __syncwarp();
+}
+
+// Normalise, rotate and store the key, and store the value, of token t; one warp, scratch [D].
+template <int D>
+__device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch, int lane) {
+    const int pairs = p.rope_dim / 2;
+    norm_rope_head<D>(p.key + t * p.ld_kv + kv * D, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch,
+                      lane);
+    const int64_t at = (static_cast<int64_t>(position) * p.kv_heads + kv) * D;
+#pragma unroll
+    for (int e = lane; e < D; e += 32) {
+        static_cast<__half*>(p.key_cache)[at + e] = __float2half_rn(scratch[e]);
+        static_cast<__half*>(p.value_cache)[at + e] = __float2half_rn(__ldcg(p.value + t * p.ld_kv + kv * D + e));
+    }
+    __syncwarp();
+}
+
+template <int D, int MT>
+struct AttentionBlock {
+    using Shared = AttentionShared<D, MT>;
+    static constexpr int kROWS = Shared::kROWS;
+    static constexpr int kVALUE_WARPS = D >= 64 ? 4 : 2;    // each takes D / kVALUE_WARPS value columns
+    static constexpr int kCOLUMNS = D / kVALUE_WARPS, kTILES = kCOLUMNS / 8;
+
+    Shared& s;
+    const NextnAttention& p;
+    int kv, warp, lane;
+    float out[MT][kTILES][4];
+
+    __device__ __forceinline__ AttentionBlock(Shared& shared, const NextnAttention& params, int kv_head)
+        : s(shared), p(params), kv(kv_head), warp(threadIdx.x >> 5), lane(threadIdx.x & 31) {}
+
+    // Query rows first_row.. of this kv head; rows past the end repeat the last one, their `last` is -1.
+    __device__ __forceinline__ void load_queries(int first_row, int position) {
+        const int ratio = p.heads / p.kv_heads, rows = p.t * ratio, pairs = p.rope_dim / 2;
+        float* scratch = s.scores[0] + warp * D;  // scores are not in use yet
+        for (int r = warp; r < kROWS; r += kWARPS) {
+            const int row = min(first_row + r, rows - 1), t = row / ratio, h = kv * ratio + row % ratio;
+            norm_rope_head<D>(p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, p.q_norm, p.eps,
+                              p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
+#pragma unroll
+            for (int e = lane; e < D; e += 32) s.q[r][e] = __float2half_rn(scratch[e]);
+            __syncwarp();
+            if (lane == 0) {
+                const bool there = first_row + r < rows && position + t < p.capacity;
+                s.last[r] = there ? position + t : -1;
+                s.max[r] = -INFINITY;
+                s.sum[r] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < kTILES; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void copy_tile(__half (*to)[D + 8], const void* cache, int key0, int end) {
+        for (int i = threadIdx.x; i < kKEYS * D / 8; i += kATT_THREADS) {
+            const int j = i / (D / 8), e = i % (D / 8) * 8;
+            const bool there = key0 + j < end;
+            const int64_t row = there ? key0 + j : 0;
+            cp_async_16(&to[j][e], static_cast<const __half*>(cache) + (row * p.kv_heads + kv) * D + e, there);
+        }
+        cp_async_commit();
+    }
+
+    // scores[r][j] = q[r] . k[j]; warp w takes keys 16w ..
+    __device__ __forceinline__ void multiply_keys() {
+        float acc[MT][2][4] = {};
+#pragma unroll
+        for (int k = 0; k < D; k += 16) {
+            uint32_t fb[4];
+            ldmatrix_x4(fb, &s.k[16 * warp + (lane & 7) + 8 * (lane >> 4)][k + 8 * ((lane >> 3) & 1)]);
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                uint32_t fa[4];
+                ldmatrix_x4(fa, &s.q[16 * m + (lane & 15)][k + 8 * (lane >> 4)]);
+                mma_f16_k16(acc[m][0], fa, fb[0], fb[1]);
+                mma_f16_k16(acc[m][1], fa, fb[2], fb[3]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < 2; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    s.scores[16 * m + 8 * (e >> 1) + (lane >> 2)][16 * warp + 8 * n + 2 * (lane & 3) + (e & 1)] =
+                        acc[m][n][e];
+    }
+
+    // Weights of this tile and the running maximum and sum; 8 neighbouring threads share a row.
+    __device__ __forceinline__ void softmax_tile(int key0) {
+        const float scale = __fmul_rn(kLOG2E, rsqrtf(static_cast<float>(D)));
+        for (int r = threadIdx.x >> 3; r < kROWS; r += kATT_THREADS / 8) {
+            const int part = threadIdx.x & 7;
+            float v[kKEYS / 8], top = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < kKEYS / 8; ++j) {
+                const int key = part + 8 * j;
+                v[j] = key0 + key <= s.last[r] ? __fmul_rn(s.scores[r][key], scale) : -INFINITY;
+                top = fmaxf(top, v[j]);
+            }
+#pragma unroll
+            for (int d = 1; d < 8; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            const float before = s.max[r], now = fmaxf(before, top);
+            const float base = now == -INFINITY ? 0.0f : now;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kKEYS / 8; ++j) {
+                const __half w = __float2half_rn(exp2f(__fsub_rn(v[j], base)));
+                s.weights[r][part + 8 * j] = w;
+                sum = __fadd_rn(sum, __half2float(w));
+            }
+#pragma unroll
+            for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+            __syncwarp();
+            if (part == 0) {
+                const float rescale = exp2f(__fsub_rn(before, base));
+                s.rescale[r] = rescale;
+                s.max[r] = now;
+                s.sum[r] = __fmaf_rn(s.sum[r], rescale, sum);
+            }
+        }
+    }
+
+    // out = rescale * out + weights . v; warp w takes value columns w * kCOLUMNS ..
+    __device__ __forceinline__ void multiply_values() {
+        if (warp >= kVALUE_WARPS) return;
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            const float f0 = s.rescale[16 * m + (lane >> 2)], f8 = s.rescale[16 * m + 8 + (lane >> 2)];
+#pragma unroll
+            for (int n = 0; n < kTILES; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], e < 2 ? f0 : f8);
+        }
+#pragma unroll
+        for (int k = 0; k < kKEYS; k += 16) {
+            uint32_t fa[MT][4];
+#pragma unroll
+            for (int m = 0; m < MT; ++m) ldmatrix_x4(fa[m], &s.weights[16 * m + (lane & 15)][k + 8 * (lane >> 4)]);
+#pragma unroll
+            for (int n = 0; n < kTILES; n += 2) {
+                uint32_t fb[4];
+                ldmatrix_x4_trans(fb, &s.v[k + (lane & 15)][warp * kCOLUMNS + 8 * n + 8 * (lane >> 4)]);
+#pragma unroll
+                for (int m = 0; m < MT; ++m) {
+                    mma_f16_k16(out[m][n], fa[m], fb[0], fb[1]);
+                    mma_f16_k16(out[m][n + 1], fa[m], fb[2], fb[3]);
+                }
+            }
+        }
+    }
+
+    // Keys begin .. end-1, begin a multiple of kKEYS.
+    __device__ __forceinline__ void attend(int begin, int end) {
+        copy_tile(s.k, p.key_cache, begin, end);
+        copy_tile(s.v, p.value_cache, begin, end);
+        for (int key0 = begin; key0 < end; key0 += kKEYS) {
+            const bool more = key0 + kKEYS < end;
+            cp_async_wait<1>();
+            __syncthreads();
+            multiply_keys();
+            __syncthreads();
+            if (more) copy_tile(s.k, p.key_cache, key0 + kKEYS, end); else cp_async_commit();
+            softmax_tile(key0);
+            cp_async_wait<1>();
+            __syncthreads();
+            multiply_values();
+            __syncthreads();
+            if (more) copy_tile(s.v, p.value_cache, key0 + kKEYS, end); else cp_async_commit();
+        }
+    }
+
+    // f(row, column, value) for every accumulator of this thread; column in 0..D-1.
+    template <typename F>
+    __device__ __forceinline__ void for_each_output(F f) const {
+        if (warp >= kVALUE_WARPS) return;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < kTILES; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    f(16 * m + 8 * (e >> 1) + (lane >> 2), warp * kCOLUMNS + 8 * n + 2 * (lane & 3) + (e & 1), out[m][n][e]);
+    }
+};
+
+}  // namespace nextn

@@ -1,0 +1,163 @@
+"""Conv + Gated DeltaNet against float64, slots, and independence of how tokens are cut into calls."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.kernels import library as lib
+from tests.oracle import gated_delta_net as oracle
+
+pytestmark = pytest.mark.gpu
+
+F32 = NDArray[np.float32]
+EPS = 1e-6
+ERROR = 2e-5  # float32 state and sums over hundreds of tokens
+
+
+@dataclass
+class Shape:
+    k_heads: int
+    v_heads: int
+    dim: int
+    kernel: int = 4
+    slots: int = 6
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.k_heads + self.v_heads) * self.dim
+
+
+SHAPES = [Shape(2, 4, 32), Shape(2, 6, 64, slots=3), Shape(1, 1, 128, kernel=3), Shape(16, 32, 128), Shape(16, 48, 128)]
+SMALL = SHAPES[:3]
+
+
+class Net:
+    """A layer with random constants, its pools on the device, and its oracle."""
+
+    def __init__(self, rng: np.random.Generator, shape: Shape) -> None:
+        s = self.shape = shape
+        self.conv = rng.standard_normal((s.channels, s.kernel)).astype(np.float32) * 0.5
+        self.a = -rng.uniform(0.01, 4.0, s.v_heads).astype(np.float32)
+        self.dt_bias = rng.uniform(-3.0, 0.5, s.v_heads).astype(np.float32)
+        self.norm = rng.uniform(0.5, 1.5, s.dim).astype(np.float32)
+        self.constants = [lib.put(x) for x in (self.conv, self.a, self.dt_bias, self.norm)]
+        self.conv_pool = lib.DeviceArray((s.slots, s.kernel - 1, s.channels), np.float32)
+        self.state_pool = lib.DeviceArray((s.slots, s.v_heads, s.dim, s.dim), np.float32)
+        wide = [x.astype(np.float64) for x in (self.conv, self.a, self.dt_bias, self.norm)]
+        self.layer = oracle.Layer(s.k_heads, s.v_heads, *wide, EPS)
+
+    def inputs(self, rng: np.random.Generator, t: int) -> list[F32]:
+        """qkv, z, alpha, beta"""
+        s = self.shape
+        sizes = (s.channels, s.v_heads * s.dim, s.v_heads, s.v_heads)
+        return [rng.standard_normal((t, n)).astype(np.float32) for n in sizes]
+
+    def arguments(self, inputs: list[F32], slot: int, flags: int = 0) -> lib.Call:
+        s, t = self.shape, len(inputs[0])
+        qkv, z, alpha, beta = device = [lib.put(x) for x in inputs]
+        y, start = lib.DeviceArray((t, s.v_heads * s.dim), np.float32), lib.put(np.array([slot], np.int32))
+        size = lib.kernels().nextn_gated_delta_net_workspace(t, s.k_heads, s.v_heads, s.dim)
+        work = lib.DeviceArray(size, np.uint8)
+        conv, a, dt_bias, norm = self.constants
+        args = lib.GatedDeltaNet(qkv.ptr, z.ptr, alpha.ptr, beta.ptr, *(x.shape[1] for x in device[:3]))
+        args.conv_weight, args.a, args.dt_bias, args.norm_weight, args.eps = conv.ptr, a.ptr, dt_bias.ptr, norm.ptr, EPS
+        args.conv_pool, args.state_pool, args.slot = self.conv_pool.ptr, self.state_pool.ptr, start.ptr
+        args.y, args.ld_y, args.t, args.slots = y.ptr, s.v_heads * s.dim, t, s.slots
+        args.k_heads, args.v_heads, args.head_dim, args.conv_kernel = s.k_heads, s.v_heads, s.dim, s.kernel
+        args.workspace, args.workspace_bytes, args.flags = work.ptr, work.bytes, flags
+        return lib.Call(args, y, (*device, start, work))
+
+    def run(self, inputs: list[F32], slot: int, flags: int = 0) -> F32:
+        call = self.arguments(inputs, slot, flags)
+        assert lib.kernels().nextn_gated_delta_net(ctypes.byref(call.args), None) == 0
+        lib.synchronize()
+        return call.y.host()
+
+    def pools(self) -> tuple[F32, F32]:
+        return self.conv_pool.host(), self.state_pool.host()
+
+    def reference(self, inputs: list[F32]) -> oracle.Steps:
+        s = self.shape
+        zeros = np.zeros((s.kernel - 1, s.channels)), np.zeros((s.v_heads, s.dim, s.dim))
+        return oracle.run(self.layer, *(x.astype(np.float64) for x in inputs), *zeros)
+
+
+def relative(got: F32, want: NDArray[np.float64]) -> float:
+    assert np.isfinite(got).all()
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_pass_matches_float64_and_leaves_the_last_state_in_slot_0(rng: np.random.Generator, shape: Shape) -> None:
+    net = Net(rng, shape)
+    inputs = net.inputs(rng, 37)
+    y, want = net.run(inputs, slot=-1), net.reference(inputs)
+    windows, states = net.pools()
+    assert relative(y, want.y) < ERROR
+    assert relative(states[0], want.states[-1]) < ERROR
+    assert np.array_equal(windows[0], want.windows[-1].astype(np.float32))
+    assert np.isnan(states[1:]).all() and np.isnan(windows[1:]).all(), "only slot 0 may be written"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slots_hold_the_state_after_each_token(rng: np.random.Generator, shape: Shape) -> None:
+    net = Net(rng, shape)
+    t = shape.slots
+    inputs = net.inputs(rng, t)
+    y, want = net.run(inputs, slot=-1, flags=1), net.reference(inputs)
+    windows, states = net.pools()
+    assert relative(y, want.y) < ERROR
+    assert relative(states, want.states) < ERROR
+    assert np.array_equal(windows, want.windows.astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_cut_into_calls_gives_the_same_bits(rng: np.random.Generator, shape: Shape) -> None:
+    inputs = (net := Net(rng, shape)).inputs(rng, 33)
+    whole = net.run(inputs, slot=-1)
+    last_window, last_state = (pool[0].copy() for pool in net.pools())
+    at, slot, parts = 0, -1, []
+    while at < 33:
+        t = int(min(rng.integers(1, shape.slots + 3), 33 - at))
+        parts.append(net.run([x[at : at + t] for x in inputs], slot))
+        at, slot = at + t, t - 1 if t <= shape.slots else 0
+    window, state = (pool[slot] for pool in net.pools())
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert np.array_equal(window, last_window) and np.array_equal(state, last_state)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_rollback_to_any_slot_equals_a_run_without_the_rejected_tokens(rng: np.random.Generator, shape: Shape) -> None:
+    net = Net(rng, shape)
+    first, after = net.inputs(rng, shape.slots), net.inputs(rng, 2)
+    for kept in range(shape.slots):
+        net.run(first, slot=-1)
+        y = net.run(after, slot=kept)
+        want = net.reference([np.concatenate([a[: kept + 1], b]) for a, b in zip(first, after, strict=True)])
+        assert relative(y, want.y[-2:]) < ERROR
+
+
+def test_extreme_decay_keeps_the_state_finite(rng: np.random.Generator) -> None:
+    net = Net(rng, SHAPES[0])
+    inputs = net.inputs(rng, 200)
+    inputs[2][:, 0], inputs[2][:, 1] = 1e4, -1e4  # forgets at once; never forgets
+    y, want = net.run(inputs, slot=-1), net.reference(inputs)
+    assert relative(y, want.y) < ERROR
+    assert np.isfinite(net.pools()[1][0]).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"head_dim": 48}, {"k_heads": 3}, {"conv_kernel": 9}, {"t": 0}, {"workspace_bytes": 1}]
+)
+def test_refuses_what_it_cannot_do(change: dict[str, int]) -> None:
+    args = lib.GatedDeltaNet(t=1, slots=1, k_heads=2, v_heads=4, head_dim=32, conv_kernel=4)
+    args.ld_qkv, args.ld_z, args.ld_y, args.ld_gate = 256, 128, 128, 4
+    args.workspace, args.workspace_bytes = 256, 1 << 20
+    for key, value in change.items():
+        setattr(args, key, value)
+    assert lib.kernels().nextn_gated_delta_net(ctypes.byref(args), None) == lib.INVALID_VALUE
