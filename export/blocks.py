@@ -6,7 +6,9 @@ block sums of the activations: a float zero point inside MatMulNBits would be th
 dequantises the whole matrix on every call (measured 20 to 80 times slower), and it has no such form at 8 bits.
 
 Exact: scale = d * sc has at most 19 significant bits and so is exact in float32; the offset is rounded once, to
-float32, from an exact float64 value.
+float32, from an exact float64 value. Types of 5 and 6 bits are stretched over all 8 (q shifted up, scale down by the
+same power of two): MatMulNBits sums unsigned products and takes the zero's share off again in float32, so a weight
+that uses an eighth of the range would come out with eight times the rounding error.
 
 Source: ggml-common.h (block_q4_K, block_q5_K, block_q6_K, block_q8_0).
 """
@@ -72,13 +74,14 @@ def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, mins
 
 
-def _affine(blocks: np.ndarray, quants: np.ndarray, centre: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and offsets of Q4_K or Q5_K superblocks whose quants are stored around ``centre``."""
+def _affine(blocks: np.ndarray, centre: int, stretch: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and offsets of Q4_K or Q5_K superblocks whose quants count from ``centre`` and are ``stretch`` times as
+    large as in the file."""
     scales, mins = _scales_and_mins(blocks[..., 4:16])
     scale = _f16(blocks[..., 0:2])[..., None] * scales
     offset = centre * scale - _f16(blocks[..., 2:4])[..., None] * mins
-    rows = len(quants)
-    return scale.astype(np.float32).reshape(rows, -1), offset.astype(np.float32).reshape(rows, -1)
+    rows = len(blocks)
+    return (scale / stretch).astype(np.float32).reshape(rows, -1), offset.astype(np.float32).reshape(rows, -1)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -91,15 +94,14 @@ def _from_q4_k(raw: np.ndarray) -> Arrays:
     blocks = raw.reshape(len(raw), -1, 144)
     quants = _nibbles(blocks[..., 16:144]).reshape(len(raw), -1, 16, 2)
     packed = quants[..., 0] | (quants[..., 1] << 4)
-    return packed, *_affine(blocks, packed, 8)
+    return packed, *_affine(blocks, centre=8)
 
 
 def _from_q5_k(raw: np.ndarray) -> Arrays:
     blocks = raw.reshape(len(raw), -1, 176)
     high_bits = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
     quants = _nibbles(blocks[..., 48:176]) | (high_bits.reshape(*blocks.shape[:2], 256) << 4)
-    centred = (quants + np.uint8(128 - 16)).reshape(len(raw), -1, 32)
-    return centred, *_affine(blocks, centred, 16)
+    return (quants << 3).reshape(len(raw), -1, 32), *_affine(blocks, centre=16, stretch=8)
 
 
 def _from_q6_k(raw: np.ndarray) -> Arrays:
@@ -108,8 +110,8 @@ def _from_q6_k(raw: np.ndarray) -> Arrays:
     low = np.concatenate([low & 15, low >> 4], axis=-2).reshape(*blocks.shape[:2], 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = (blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts) & 3
-    quants = (low | (high << 4)) + np.uint8(128 - 32)
-    scales = blocks[..., 192:208].view(np.int8) * _f16(blocks[..., 208:210])[..., None]
+    quants = (low | (high << 4)) << 2
+    scales = blocks[..., 192:208].view(np.int8) * _f16(blocks[..., 208:210])[..., None] / 4
     return quants.reshape(len(raw), -1, 16), scales.astype(np.float32).reshape(len(raw), -1), None
 
 
