@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from engines.errors import NextnError
 from export.config import load_config
-from export.exporter import count_weights, export_model
+from export.exporter import TARGETS, count_weights, export_model
 from export.gguf_file import GGUFFile
 
 
@@ -19,14 +19,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m export", description="Export a qwen35 GGUF to ONNX.")
     parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model; of a split model the first part")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--target", choices=["onnxruntime"], default="onnxruntime", help="form of the graphs")
+    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="form of the graphs")
     parser.add_argument("--no-draft", action="store_true", help="leave the NextN draft head out")
     options = parser.parse_args(arguments)
     try:
         file = GGUFFile.open(options.model)
         total = count_weights(file, load_config(file, draft=not options.no_draft))
         with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False) as bar:
-            manifest = export_model(options.model, options.output, draft=not options.no_draft, progress=bar.update)
+            manifest = export_model(
+                options.model,
+                options.output,
+                draft=not options.no_draft,
+                target=options.target,
+                progress=bar.update,
+            )
     except NextnError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -15,28 +15,44 @@ from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
 from export.gguf_file import GGUFFile, GGUFTensor
 from export.graph import Graph
+from export.lower import lower, save_lowered
 from export.model_graphs import draft_graph, replay_graph, trunk_graph
+from export.plugin_limits import check_plugins_take
+from export.raw_weights import RawWeightStore, place_gguf
 from export.tokenizer import write_tokenizer
 from export.weights import ALIGNMENT, WeightStore
 
 WEIGHTS_NAME = "weights.bin"
+# Form of the graphs: the canonical one, or the one with plugin nodes that engines are built from.
+TARGETS = ("onnxruntime", "tensorrt")
 
 
 def export_model(
-    model: Path, folder: Path, *, draft: bool = True, progress: Callable[[int], None] = lambda values: None
+    model: Path,
+    folder: Path,
+    *,
+    draft: bool = True,
+    target: str = "onnxruntime",
+    progress: Callable[[int], None] = lambda values: None,
 ) -> Manifest:
-    """Export a GGUF for ONNX Runtime into ``folder``, which is replaced as a whole once everything is written.
+    """Export a GGUF into ``folder``, which is replaced as a whole once everything is written.
 
-    ``draft`` False leaves the draft head out. ``progress`` is told the number of weights handled, piece by piece (see
-    `count_weights`). Raises ModelFileError, UsageError (folder holds something else), ResourceError (disk).
+    ``target``: one of TARGETS. ``draft`` False leaves the draft head out. ``progress`` is told the number of weights
+    handled, piece by piece (see `count_weights`).
+
+    Raises ModelFileError, UsageError (folder holds something else), ResourceError (disk).
     """
     file = GGUFFile.open(model)
     config = load_config(file, draft=draft)
-    _check_target(folder, file, config)
+    _check_folder(folder)
+    if target == "tensorrt":
+        check_plugins_take(config, file.path)
+    else:
+        _check_disk(folder, file, config)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
-        manifest = _write_all(file, config, part, progress)
+        manifest = _write_all(file, config, part, target, progress)
         _swap(part, folder)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
@@ -50,7 +66,32 @@ def count_weights(file: GGUFFile, config: ModelConfig) -> int:
     return sum(int(np.prod(file.tensors[name].shape)) for name in config.tensor_names())
 
 
-def _write_all(file: GGUFFile, config: ModelConfig, part: Path, progress: Callable[[int], None]) -> Manifest:
+def _write_all(
+    file: GGUFFile, config: ModelConfig, part: Path, target: str, progress: Callable[[int], None]
+) -> Manifest:
+    write = {"onnxruntime": _write_canonical, "tensorrt": _write_lowered}[target]
+    files, notes = write(file, config, part, progress)
+    tokenizer = write_tokenizer(file, part)
+    files["tokenizer"] = "tokenizer.json"
+    if tokenizer.has_chat_template:
+        files["chat_template"] = "chat_template.jinja"
+    manifest = Manifest(
+        model_name=file.get("general.name", str, file.path.stem),
+        content_key=file.content_key(),
+        target=target,
+        geometry=_geometry(config),
+        tokenizer=tokenizer,
+        files={role: (name, (part / name).stat().st_size) for role, name in files.items()},
+        notes=tuple(notes),
+    )
+    manifest.save(part)
+    return manifest
+
+
+def _write_canonical(
+    file: GGUFFile, config: ModelConfig, part: Path, progress: Callable[[int], None]
+) -> tuple[dict[str, str], list[str]]:
+    """Canonical graphs and their weights; role -> file name, and notes for the user."""
     graphs: dict[str, Graph] = {}
     with WeightStore(part / WEIGHTS_NAME, progress) as store:
         graphs["trunk"] = trunk_graph(file, config, store)
@@ -60,21 +101,26 @@ def _write_all(file: GGUFFile, config: ModelConfig, part: Path, progress: Callab
             graphs["replay"] = replay_graph(config)
     for role, graph in graphs.items():
         graph.save(part / f"{role}.onnx")
-    tokenizer = write_tokenizer(file, part)
-    roles = {"weights": WEIGHTS_NAME, "tokenizer": "tokenizer.json", **{role: f"{role}.onnx" for role in graphs}}
-    if tokenizer.has_chat_template:
-        roles["chat_template"] = "chat_template.jinja"
-    manifest = Manifest(
-        model_name=file.get("general.name", str, file.path.stem),
-        content_key=file.content_key(),
-        target="onnxruntime",
-        geometry=_geometry(config),
-        tokenizer=tokenizer,
-        files={role: (name, (part / name).stat().st_size) for role, name in roles.items()},
-        notes=tuple(store.notes),
-    )
-    manifest.save(part)
-    return manifest
+    return {"weights": WEIGHTS_NAME, **{role: f"{role}.onnx" for role in graphs}}, store.notes
+
+
+def _write_lowered(
+    file: GGUFFile, config: ModelConfig, part: Path, progress: Callable[[int], None]
+) -> tuple[dict[str, str], list[str]]:
+    """The graphs in TensorRT form; the weights stay in the .gguf, which is placed beside them."""
+    with RawWeightStore(part / WEIGHTS_NAME, file, progress) as store:
+        graphs = {"trunk": trunk_graph(file, config, store)}
+        if config.draft is not None:
+            graphs["draft"] = draft_graph(file, config, store)
+    files = {f"blocks.{index}": name for index, name in enumerate(place_gguf(file, part))}
+    if store.bytes_written:
+        files["weights"] = WEIGHTS_NAME
+    else:
+        (part / WEIGHTS_NAME).unlink()
+    for role, graph in graphs.items():
+        save_lowered(lower(graph, config, store), part / f"{role}.onnx")
+        files[role] = f"{role}.onnx"
+    return files, store.notes
 
 
 def _geometry(config: ModelConfig) -> Geometry:
@@ -103,12 +149,16 @@ def _stored_bytes(tensor: GGUFTensor) -> int:
     return values // form.block_size * per_block + 3 * ALIGNMENT
 
 
-def _check_target(folder: Path, file: GGUFFile, config: ModelConfig) -> None:
-    """Refuse to replace anything but an export or an empty folder, and to start what the disk cannot hold."""
+def _check_folder(folder: Path) -> None:
+    """Refuse to replace anything but an export or an empty folder."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file; -o wants a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_NAME).is_file():
         raise UsageError(f"{folder}: holds files that are no export ({MANIFEST_NAME} is missing); choose another -o")
+
+
+def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig) -> None:
+    """Refuse to start what the disk cannot hold."""
     needed = sum(_stored_bytes(file.tensors[name]) for name in config.tensor_names())
     existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
     free = shutil.disk_usage(existing).free

@@ -170,8 +170,8 @@ class Graph(Body):
         op_type = f"{FUNCTION_DOMAIN}::{function.name}"
         return self.op(op_type, inputs, name or function.name, len(function.outputs), **attributes)
 
-    def save(self, path: Path, producer: str = "nextn-trt export") -> None:
-        """Check the model and write it; weights stay where they are. The .onnx itself stays small."""
+    def model(self, producer: str = "nextn-trt export") -> onnx.ModelProto:
+        """The model as it stands, unchecked."""
         graph = helper.make_graph(
             self.nodes,
             self.name,
@@ -180,15 +180,18 @@ class Graph(Body):
             list(self.initializers.values()),
             value_info=self.value_infos,
         )
-        model = helper.make_model(
+        return helper.make_model(
             graph,
             opset_imports=[helper.make_opsetid(domain, version) for domain, version in _OPSETS.items()],
             functions=[function.proto() for function in self.functions.values()],
             ir_version=IR_VERSION,
             producer_name=producer,
         )
+
+    def save(self, path: Path) -> None:
+        """Check the model and write it; weights stay where they are. The .onnx itself stays small."""
         temporary = path.with_name(path.name + ".part")
-        onnx.save_model(model, temporary)
+        onnx.save_model(self.model(), temporary)
         # On the path, not on bytes: the checker then looks at the external data too, and 2 GB is no limit.
         onnx.checker.check_model(str(temporary), full_check=True)
         os.replace(temporary, path)

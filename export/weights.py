@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType as GGMLType
@@ -20,11 +21,14 @@ from export.tensor_types import check_finite, needs_dequantized_copy
 
 ALIGNMENT = 4096
 _CHUNK_VALUES = 4 << 20
-_FLOAT_TYPES = {
+FLOAT_TYPES = {
     GGMLType.F32: (TensorProto.FLOAT, 4),
     GGMLType.F16: (TensorProto.FLOAT16, 2),
     GGMLType.BF16: (TensorProto.BFLOAT16, 2),
 }
+
+
+_Store = TypeVar("_Store", bound="WeightStore")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class WeightStore:
         self._matrices: dict[str, Matrix] = {}
         self._vectors: dict[tuple[str, tuple[int, ...]], Weight] = {}
 
-    def __enter__(self) -> WeightStore:
+    def __enter__(self: _Store) -> _Store:
         self._file = open(self.path, "wb")
         return self
 
@@ -88,7 +92,7 @@ class WeightStore:
         copied = needs_dequantized_copy(tensor)
         if copied:
             self.notes.append(f"{tensor.name}: type {tensor.ggml_type.name} has no native form, stored as float32")
-        data_type, size = _FLOAT_TYPES[GGMLType.F32 if copied else tensor.ggml_type]
+        data_type, size = FLOAT_TYPES[GGMLType.F32 if copied else tensor.ggml_type]
         weight = self._reserve(tensor.name, data_type, tensor.shape, rows * columns * size)
         blocks = None if copied else tensor.blocks()
         for start, stop in _pieces(rows, columns):

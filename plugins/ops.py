@@ -1,0 +1,179 @@
+"""The contract of every custom op, as data: what exporter, plugin library and runtime agree on. A leaf.
+
+T tokens, K and N columns and rows of a matrix, H query heads, HV value heads, D head size, L cache capacity, S slots.
+Activations are float32. A weight is the GGUF's raw rows as int8 [N, K / block, block bytes], of its GGML type.
+An output with an alias is its input's memory: one address is bound to both, and the op writes in place.
+
+Every op has at most 6 inputs and 2 outputs, the most that TensorRT-RTX 1.6 lets through (see `export.rtx16_dialect`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DOMAIN = "nextn.plugins"
+VERSION = "1"
+MAX_INPUTS = 6
+MAX_OUTPUTS = 2
+MAX_MATRICES = 4
+# Passes of at most this many tokens are summed, token by token, in an order that does not depend on their number.
+MAX_DECODE_T = 8
+
+# GGML type id -> (values, bytes) of a block, of the types that the kernels read.
+BLOCKS: dict[int, tuple[int, int]] = {
+    0: (1, 4),  # F32
+    1: (1, 2),  # F16
+    8: (32, 34),  # Q8_0
+    12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
+    14: (256, 210),  # Q6_K
+    30: (1, 2),  # BF16
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output. ``alias``: of an output, the name of the input whose memory it is."""
+
+    name: str
+    dtype: str
+    shape: str
+    meaning: str = ""
+    alias: str = ""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """``kind``: "int", "ints" (int32 each) or "float"."""
+
+    name: str
+    kind: str
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Op:
+    """``inputs``: in order; a name ending in ``*`` stands for 1 to 4 tensors, one ending in ``?`` is there when the
+    attribute ``has_<name>`` is 1. ``refuses``: shapes that the plugin does not take."""
+
+    name: str
+    meaning: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    attributes: tuple[Attribute, ...]
+    refuses: tuple[str, ...]
+
+    def alias_of(self, output: int) -> int:
+        """Index of the input that shares memory with an output, or -1."""
+        names = [each.name for each in self.inputs]
+        alias = self.outputs[output].alias
+        return names.index(alias) if alias else -1
+
+
+KQUANT_MATMUL = Op(
+    "KQuantMatmul",
+    "y = concat_i(x' W_i^T), x' = x or RMSNorm(x, norm); with swiglu silu(x' W_0^T) * (x' W_1^T); plus residual",
+    inputs=(
+        Tensor("x", "float32", "[T, K]"),
+        Tensor("weight*", "int8", "[N_i, K / block, block bytes]", "one per entry of types"),
+        Tensor("norm?", "float32", "[K]"),
+        Tensor("residual?", "float32", "[T, N]"),
+    ),
+    outputs=(Tensor("y", "float32", "[T, sum N_i], or [T, N] with swiglu"),),
+    attributes=(
+        Attribute("types", "ints", "GGML type id of each weight"),
+        Attribute("has_norm", "int"),
+        Attribute("has_residual", "int"),
+        Attribute("swiglu", "int", "1: weights are gate and up"),
+        Attribute("epsilon", "float", "of the norm"),
+    ),
+    refuses=(
+        "more than 4 weights; a residual with more than one; swiglu with other than two of one type and N",
+        "K not a multiple of the block, or of 4; types other than those of BLOCKS",
+    ),
+)
+
+KQUANT_EMBEDDING = Op(
+    "KQuantEmbedding",
+    "y[t] = row tokens[t] of the table; a row of NaN for a token outside it",
+    inputs=(
+        Tensor("tokens", "int32", "[T]"),
+        Tensor("table", "int8", "[V, K / block, block bytes]"),
+    ),
+    outputs=(Tensor("y", "float32", "[T, K]"),),
+    attributes=(Attribute("type", "int", "GGML type id of the table"),),
+    refuses=("types other than those of BLOCKS",),
+)
+
+ROPE_TABLES = Op(
+    "RopeTables",
+    "factor * cos(p * inv_freq), factor * sin(..) for p = position .. position + T - 1, angles in float64",
+    inputs=(
+        Tensor("tokens", "int32", "[T]", "only its length counts"),
+        Tensor("position", "int32", "[1]", "of the first token"),
+        Tensor("inv_freq", "int64", "[R / 2]", "the bits of float64 numbers"),
+    ),
+    outputs=(Tensor("cos", "float32", "[T, R / 2]"), Tensor("sin", "float32", "[T, R / 2]")),
+    attributes=(Attribute("factor", "float"),),
+    refuses=(),
+)
+
+GATED_DELTA_NET = Op(
+    "GatedDeltaNet",
+    "causal conv, gates, delta rule and gated norm of one layer, its state kept in slots",
+    inputs=(
+        Tensor("rows", "float32", "[T, (2 HK + 2 HV) D + 2 HV]", "q, k, v before the conv; z; alpha; beta"),
+        Tensor(
+            "pool", "float32", "[S HV D D + S (kernel - 1) C]", "states [S, HV, D, D], then windows [S, kernel - 1, C]"
+        ),
+        Tensor("slot", "int32", "[1]", "slot to start from; negative: from zeros"),
+        Tensor("parameters", "float32", "[C kernel + 2 HV + D]", "conv weight [C, kernel], a [HV], dt [HV], norm [D]"),
+    ),
+    outputs=(
+        Tensor("y", "float32", "[T, HV D]"),
+        Tensor(
+            "pool_out", "float32", "as pool", "T <= S: after token i in slot i; else after the last in slot 0", "pool"
+        ),
+    ),
+    attributes=(
+        Attribute("k_heads", "int"),
+        Attribute("v_heads", "int"),
+        Attribute("head_dim", "int"),
+        Attribute("conv_kernel", "int"),
+        Attribute("epsilon", "float"),
+    ),
+    refuses=("head_dim other than 32, 64, 128", "v_heads not a multiple of k_heads", "conv_kernel outside 2..8"),
+)
+
+GATED_ATTENTION = Op(
+    "GatedAttention",
+    "norms, partial rope, cache update and gated attention of one layer",
+    inputs=(
+        Tensor("rows", "float32", "[T, 2 H D + 2 KV D]", "per query head: query, gate; then keys; then values"),
+        Tensor("position", "int32", "[1]", "of the first token; equals the cache rows in use"),
+        Tensor("cos", "float32", "[T, R / 2]"),
+        Tensor("sin", "float32", "[T, R / 2]"),
+        Tensor("norms", "float32", "[2, D]", "of query and key heads"),
+        Tensor("cache", "float16", "[2, L, KV, D]", "keys, values"),
+    ),
+    outputs=(
+        Tensor("y", "float32", "[T, H D]"),
+        Tensor("cache_out", "float16", "as cache", "rows position .. position + T - 1 written", "cache"),
+    ),
+    attributes=(
+        Attribute("heads", "int"),
+        Attribute("kv_heads", "int"),
+        Attribute("head_dim", "int"),
+        Attribute("rope_dim", "int"),
+        Attribute("epsilon", "float"),
+    ),
+    refuses=(
+        "head_dim other than 32, 64, 128, 256",
+        "heads / kv_heads not a whole number up to 8",
+        "rope_dim odd or above head_dim",
+    ),
+)
+
+OPS: dict[str, Op] = {
+    op.name: op for op in (KQUANT_MATMUL, KQUANT_EMBEDDING, ROPE_TABLES, GATED_DELTA_NET, GATED_ATTENTION)
+}

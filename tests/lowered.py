@@ -1,0 +1,201 @@
+"""A model in TensorRT form, run node by node in float64: plugin nodes by their oracles, the rest by NumPy.
+
+What a plugin node means is taken from `plugins.ops`; nothing of the exporter is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from plugins import ops
+from tests.oracle import attention, gated_delta_net, kquant
+from tests.oracle.gated_delta_net import F64, sigmoid
+
+_TYPE_NAMES = {kind.id: name for name, kind in kquant.TYPES.items()}
+Attributes = dict[str, Any]
+
+
+class Lowered:
+    """A graph of an exported folder and the state between its passes: ``state`` by input name."""
+
+    def __init__(self, path: Path, max_rows: int, capacity: int) -> None:
+        self.model = onnx.load(str(path), load_external_data=False)
+        self.folder = path.parent
+        self.max_rows = max_rows
+        self.constants = {each.name: self._value(each) for each in self.model.graph.initializer}
+        self.state: dict[str, np.ndarray] = {}
+        for node in self.model.graph.node:
+            attributes = _attributes(node)
+            if node.op_type == "GatedDeltaNet":
+                size = max_rows * sum(_slot_sizes(attributes))
+                self.state[node.input[1]] = np.zeros(size)
+            elif node.op_type == "GatedAttention":
+                shape = (2, capacity, attributes["kv_heads"], attributes["head_dim"])
+                self.state[node.input[5]] = np.zeros(shape)
+
+    def run(self, tokens: list[int], position: int, slot: int, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+        """One pass; its outputs by name. All rows get logits. State is carried on."""
+        values: dict[str, Any] = {
+            **self.constants,
+            **self.state,
+            **inputs,
+            "tokens": np.array(tokens),
+            "position": np.array([position]),
+            "slot": np.array([slot]),
+            "rows": np.arange(len(tokens)),
+        }
+        for node in self.model.graph.node:
+            kernels = _PLUGINS if node.domain == ops.DOMAIN else _NATIVE
+            arguments = [values[name] for name in node.input]
+            results = kernels[node.op_type](arguments, _attributes(node))
+            values.update(zip(node.output, results, strict=True))
+        for name in self.state:
+            self.state[name] = values[name + ".out"]
+        return {each.name: values[each.name] for each in self.model.graph.output}
+
+    def slot_state(self, layer: int, slot: int) -> tuple[F64, F64]:
+        """Window [kernel - 1, C] and state [HV, D, D] of a slot."""
+        node = next(n for n in self.model.graph.node if f"blk.{layer}.pool" in n.input)
+        attributes = _attributes(node)
+        windows, states = _pools(self.state[f"blk.{layer}.pool"], attributes)
+        return windows[slot], states[slot]
+
+    def _value(self, tensor: TensorProto) -> np.ndarray:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            return numpy_helper.to_array(tensor)
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        raw = np.fromfile(
+            self.folder / entries["location"], np.uint8, int(entries["length"]), offset=int(entries["offset"])
+        )
+        return raw.reshape(tuple(tensor.dims))
+
+
+def _attributes(node: onnx.NodeProto) -> Attributes:
+    return {each.name: helper.get_attribute_value(each) for each in node.attribute}
+
+
+def _matrix(blocks: np.ndarray, ggml_type: int) -> F64:
+    rows = blocks.reshape(len(blocks), -1)
+    columns = blocks.shape[1] * ops.BLOCKS[ggml_type][0]
+    return kquant.values_of(_TYPE_NAMES[ggml_type], rows, columns).astype(np.float64)
+
+
+def _rms_norm(x: F64, weight: F64, epsilon: float) -> F64:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
+
+
+def _matmul(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    x, *rest = inputs
+    weights = [_matrix(rest.pop(0), kind) for kind in at["types"]]
+    if at["has_norm"]:
+        x = _rms_norm(x, rest.pop(0), at["epsilon"])
+    results = [x @ weight.T for weight in weights]
+    if at["swiglu"]:
+        gate, up = results
+        results = [gate * sigmoid(gate) * up]
+    y = np.concatenate(results, axis=1)
+    if at["has_residual"]:
+        y = y + rest.pop(0)
+    assert not rest
+    return [y]
+
+
+def _embedding(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    return [_matrix(inputs[1][inputs[0]], at["type"])]
+
+
+def _rope_tables(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    positions = inputs[1][0] + np.arange(len(inputs[0]))
+    angles = positions[:, None] * inputs[2].view(np.float64)
+    return [at["factor"] * np.cos(angles), at["factor"] * np.sin(angles)]
+
+
+def _slot_sizes(at: Attributes) -> tuple[int, int]:
+    channels = (2 * at["k_heads"] + at["v_heads"]) * at["head_dim"]
+    return at["v_heads"] * at["head_dim"] ** 2, (at["conv_kernel"] - 1) * channels
+
+
+def _pools(pool: F64, at: Attributes) -> tuple[F64, F64]:
+    state_size, window_size = _slot_sizes(at)
+    slots = len(pool) // (state_size + window_size)
+    states = pool[: slots * state_size].reshape(slots, at["v_heads"], at["head_dim"], at["head_dim"])
+    return pool[slots * state_size :].reshape(slots, at["conv_kernel"] - 1, -1), states
+
+
+def _gated_delta_net(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    rows, pool, slot, parameters = inputs
+    heads, dim = at["v_heads"], at["head_dim"]
+    channels = (2 * at["k_heads"] + heads) * dim
+    conv, a, dt, norm = np.split(parameters.astype(np.float64), np.cumsum([channels * at["conv_kernel"], heads, heads]))
+    layer = gated_delta_net.Layer(at["k_heads"], heads, conv.reshape(channels, -1), a, dt, norm, at["epsilon"])
+    qkv, z, alpha, beta = np.split(rows, np.cumsum([channels, heads * dim, heads]), axis=1)
+    pool = pool.copy()
+    windows, states = _pools(pool, at)
+    before = (
+        (windows[slot[0]], states[slot[0]]) if slot[0] >= 0 else (np.zeros_like(windows[0]), np.zeros_like(states[0]))
+    )
+    steps = gated_delta_net.run(layer, qkv, z, alpha, beta, *before)
+    if len(rows) <= len(states):
+        windows[: len(rows)], states[: len(rows)] = steps.windows, steps.states
+    else:
+        windows[0], states[0] = steps.windows[-1], steps.states[-1]
+    return [steps.y, pool]
+
+
+def _gated_attention(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    rows, position, cos, sin, norms, cache = inputs
+    heads, kv_heads, dim, first = at["heads"], at["kv_heads"], at["head_dim"], int(position[0])
+    query_gate, key, value = np.split(rows, np.cumsum([2 * heads * dim, kv_heads * dim]), axis=1)
+    # The oracle makes its tables itself; the angles are in the ones given, up to whole turns.
+    angle, factor = np.arctan2(sin, cos), float(np.hypot(cos, sin).flat[0])
+    y = np.empty((len(rows), heads * dim))
+    cache = cache.copy()
+    for t in range(len(rows)):
+        layer = attention.Layer(heads, kv_heads, norms[0], norms[1], at["epsilon"], angle[t], factor)
+        qg = query_gate[t].reshape(heads, 2, dim)
+        new_key = np.stack(
+            [
+                attention.rotate(attention.rms_norm(k, norms[1], at["epsilon"]), 1, angle[t], factor)
+                for k in key[t].reshape(kv_heads, dim)
+            ]
+        )
+        cache[0, first + t], cache[1, first + t] = new_key, value[t].reshape(kv_heads, dim)
+        y[t] = _attend(layer, qg, cache[:, : first + t + 1], angle[t])
+    return [y, cache]
+
+
+def _attend(layer: attention.Layer, query_gate: F64, cache: F64, angle: F64) -> F64:
+    """One token over the keys and values [2, n, KV, D] up to itself."""
+    out = np.empty((layer.heads, layer.dim))
+    for head in range(layer.heads):
+        keys, values = cache[:, :, head // (layer.heads // layer.kv_heads)]
+        query = attention.rms_norm(query_gate[head, 0], layer.q_norm, layer.eps)
+        scores = keys @ attention.rotate(query, 1, angle, layer.factor) / np.sqrt(layer.dim)
+        weights = np.exp(scores - scores.max())
+        out[head] = weights @ values / weights.sum() * sigmoid(query_gate[head, 1])
+    return out.ravel()
+
+
+_Kernel = Callable[[list[np.ndarray], Attributes], list[np.ndarray]]
+_PLUGINS: dict[str, _Kernel] = {
+    "KQuantMatmul": _matmul,
+    "KQuantEmbedding": _embedding,
+    "RopeTables": _rope_tables,
+    "GatedDeltaNet": _gated_delta_net,
+    "GatedAttention": _gated_attention,
+}
+_NATIVE: dict[str, _Kernel] = {
+    "RMSNormalization": lambda inputs, at: [_rms_norm(inputs[0], inputs[1], at["epsilon"])],
+    "Add": lambda inputs, at: [inputs[0] + inputs[1]],
+    "Mul": lambda inputs, at: [inputs[0] * inputs[1]],
+    "Sigmoid": lambda inputs, at: [sigmoid(inputs[0])],
+    "Concat": lambda inputs, at: [np.concatenate(inputs, axis=at["axis"])],
+    "Split": lambda inputs, at: np.split(inputs[0], np.cumsum(inputs[1])[:-1], axis=at["axis"]),
+    "Gather": lambda inputs, at: [np.take(inputs[0], inputs[1], axis=at["axis"])],
+}
