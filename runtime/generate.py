@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,20 @@ def _given_prompt(options: argparse.Namespace) -> tuple[str | None, list[int]]:
         if not ids:
             raise UsageError("--prompt-ids: the prompt is empty; give at least one token id")
         return None, ids
-    text = options.prompt if options.prompt is not None else _read_text(options.file)
+    if options.system is not None:
+        options.system = _argument_text("--system", options.system)
+    text = _read_text(options.file) if options.prompt is None else _argument_text("--prompt", options.prompt)
     if not text:
         raise UsageError("the prompt is empty; give some text with -p, -f or on stdin")
     return text, []
+
+
+def _argument_text(flag: str, value: str) -> str:
+    """The argument as UTF-8, which the interpreter has not decoded so where the locale is another."""
+    try:
+        return os.fsencode(value).decode("utf-8")
+    except UnicodeError:
+        raise UsageError(f"{flag}: the text is not UTF-8; give it as UTF-8, or with -f") from None
 
 
 def _read_text(path: Path | None) -> str:

@@ -110,6 +110,8 @@ def open_session(
     if threads < 0:
         raise UsageError(f"--threads {threads}: wanted 1 or more, or 0 for one per core")
     manifest = load_manifest(folder)
+    for role in manifest.files:  # better said here than by a library in the middle of loading
+        manifest.file(folder, role)
     context_size = _context_size(context_size, manifest)
     if spec.spec_type == "draft-mtp" and not manifest.has_draft:
         raise UsageError(f"{manifest.model_name} has no NextN draft head; use --spec-type none or auto")

@@ -1,0 +1,387 @@
+"""`runtime.generate` from the outside, on small models with known text: what it says, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime.generate import main
+from runtime.model_cache import exported_folder
+from tests import tiny_vocab
+from tests.known_text import ENDLESS, RING
+from tests.runtime.command import Outcome, run_main
+
+ROOT = Path(__file__).parents[2]
+JSON_KEYS = {"text", "tokens", "prompt_tokens", "finish_reason", "backend", "spec_type", "seed", "timings"}
+TIMING_KEYS = {
+    "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
+    "verify_steps", "acceptance_rate", "tokens_per_step",
+}  # fmt: skip
+
+Generate = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def generate(tiny: Callable[[str], Path], cache: Path) -> Generate:
+    """``generate(name, flags...)``: run the command line on a named model."""
+
+    def run(name: str, *flags: object, stdin: bytes | None = None) -> Outcome:
+        return run_main(main, tiny(name), "--cache-dir", cache, *flags, stdin=stdin)
+
+    return run
+
+
+def ids(tokens: tuple[int, ...] | list[int]) -> str:
+    return ",".join(map(str, tokens))
+
+
+# ---------------------------------------------------------------- text
+@pytest.mark.parametrize("spec", ["auto", "draft-mtp", "none"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 5])
+def test_greedy_text_is_the_known_one_at_every_depth(generate: Generate, spec: str, depth: int) -> None:
+    result = generate(
+        "bigram_ring", "--prompt-ids", "40,41,42", "-n", 200, "--spec-type", spec, "--spec-draft-n-max", depth, "--json"
+    ).json
+    assert result["tokens"] == ENDLESS.greedy(42, 200)
+    assert result["text"] == bytes(result["tokens"]).decode()
+    assert (result["finish_reason"], result["backend"]) == ("length", "onnxruntime")
+    assert result["spec_type"] == ("none" if spec == "none" or depth == 0 else "draft-mtp")
+    timings = result["timings"]
+    assert (timings["prompt_n"], timings["predicted_n"]) == (3, 200)
+    if spec == "draft-mtp" and depth:
+        assert 0 < timings["draft_n_accepted"] < timings["draft_n"]
+        assert timings["verify_steps"] + timings["draft_n_accepted"] + 1 == 200
+    if result["spec_type"] == "none":
+        assert (timings["draft_n"], timings["verify_steps"]) == (0, 199)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_perfect_head_is_accepted_always(generate: Generate, depth: int) -> None:
+    timings = generate(
+        "draft_perfect", "--prompt-ids", ids(RING), "-n", 61, "--spec-type", "draft-mtp", "--spec-draft-n-max", depth,
+        "--json",
+    ).json["timings"]  # fmt: skip
+    assert timings["acceptance_rate"] == 1.0
+    assert timings["tokens_per_step"] == 1 + timings["draft_n"] / timings["verify_steps"]
+    assert timings["verify_steps"] == 60 // (depth + 1)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, 5, 8])
+def test_an_end_token_inside_a_block_ends_the_text(generate: Generate, depth: int) -> None:
+    flags = ("--spec-type", "draft-mtp", "--spec-draft-n-max", depth, "--json")
+    result = generate("ring_stop_inside", "--prompt-ids", RING[-1], *flags).json
+    assert (result["tokens"], result["finish_reason"]) == (list(RING[:11]), "stop")
+    result = generate("stops_at_once", "--prompt-ids", "40", *flags).json
+    assert (result["tokens"], result["text"], result["finish_reason"]) == ([], "", "stop")
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5])
+def test_near_the_end_of_the_context(generate: Generate, room: int) -> None:
+    prompt = RING * 3
+    for flags in (("--spec-type", "draft-mtp"), ("--spec-type", "auto"), ("--spec-type", "none")):
+        result = generate(
+            "bigram_ring",
+            "--prompt-ids",
+            ids(prompt),
+            "-c",
+            len(prompt) + room,
+            *flags,
+            "--spec-draft-n-max",
+            4,
+            "--json",
+        ).json
+        assert (result["tokens"], result["finish_reason"]) == (ENDLESS.greedy(prompt[-1], room), "length")
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("filters", [(), ("--top-k", 20, "--top-p", 0.9, "--min-p", 0.02)])
+def test_sampled_text_is_the_same_with_and_without_drafts(
+    generate: Generate, temperature: float, filters: tuple[object, ...]
+) -> None:
+    for seed in (1, 2**64 - 1):
+        flags = ("--prompt-ids", "40,41,42", "-n", 40, "--temp", temperature, "--seed", seed, *filters, "--json")
+        plain = generate("bigram_for_sampling", *flags, "--spec-type", "none").json
+        for depth in (1, 4):
+            drafted = generate(
+                "bigram_for_sampling", *flags, "--spec-type", "draft-mtp", "--spec-draft-n-max", depth
+            ).json
+            assert drafted["tokens"] == plain["tokens"]
+            assert drafted["timings"]["draft_n_accepted"] > 0
+        assert plain["seed"] == seed
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_text(generate: Generate) -> None:
+    flags = ("bigram_for_sampling", "--prompt-ids", "40", "-n", 30, "--temp", 1, "--json")
+    first = generate(*flags).json
+    assert generate(*flags, "--seed", first["seed"]).json["tokens"] == first["tokens"]
+    assert generate(*flags).json["tokens"] != first["tokens"]
+
+
+# ---------------------------------------------------------------- what is printed
+def test_text_goes_to_stdout_and_statistics_to_stderr(generate: Generate) -> None:
+    outcome = generate("bigram_ring", "--prompt-ids", RING[0], "-n", 10, "--spec-type", "draft-mtp")
+    assert (outcome.code, outcome.out) == (0, bytes(ENDLESS.greedy(RING[0], 10)).decode())
+    for word in ("prompt:", "text:", "10 tokens", "a second", "length", "drafts:", "accepted", "tokens per pass"):
+        assert word in outcome.err
+
+
+def test_json_is_one_object_with_the_documented_keys(generate: Generate) -> None:
+    outcome = generate("bigram_ring", "-p", "the", "--raw", "-n", 5, "--json")
+    assert outcome.out.count("\n") == 1
+    assert set(outcome.json) == JSON_KEYS
+    assert set(outcome.json["timings"]) == TIMING_KEYS
+
+
+# ---------------------------------------------------------------- prompts
+def test_every_way_to_give_a_prompt(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes("w é\n".encode())
+    flags = ("--raw", "-n", 3, "--json")
+    wanted = list("w é".encode())
+    ways: list[Outcome] = [
+        generate("bigram_ring", *flags, "-p", "w é"),
+        generate("bigram_ring", *flags, "-f", tmp_path / "prompt.txt"),
+        generate("bigram_ring", *flags, stdin="w é\r\n".encode()),
+        generate("bigram_ring", "--prompt-ids", ids(wanted), "-n", 3, "--json"),
+    ]
+    for outcome in ways:
+        got = outcome.json
+        assert bytes(token for token in got["prompt_tokens"] if token < 256)[-1:] == "é".encode()[-1:]
+        assert got["tokens"] == ENDLESS.greedy(wanted[-1], 3)
+    assert ways[0].json["prompt_tokens"] == ways[1].json["prompt_tokens"] == ways[2].json["prompt_tokens"]
+
+
+def test_text_is_put_into_the_template_unless_raw(generate: Generate) -> None:
+    def prompt(*flags: object) -> list[int]:
+        tokens: list[int] = generate("bigram_ring", "-p", "hi", "-n", 1, "--json", *flags).json["prompt_tokens"]
+        return tokens
+
+    assert prompt("--raw") == list(b"hi")
+    chat = prompt()
+    assert chat == prompt("--chat")
+    assert (chat[0], chat[-2]) == (tiny_vocab.IM_START, tiny_vocab.THINK)
+    system = prompt("--system", "be kind")
+    assert len(system) > len(chat) and system[-len(chat) :] == chat
+    assert generate("no_template", "-p", "hi", "-n", 1, "--json").json["prompt_tokens"] == list(b"hi")
+
+
+def test_the_first_token_is_put_in_front_only_where_the_file_asks(generate: Generate) -> None:
+    result = generate("bos_is_comma", "--raw", "-p", "w", "-n", 1, "--json").json
+    assert result["prompt_tokens"] == list(b"w")
+
+
+@pytest.mark.parametrize("text", [" ", "\n\n", "\t"])
+def test_white_space_is_a_prompt(generate: Generate, text: str) -> None:
+    assert generate("bigram_ring", "-p", text, "-n", 2, "--json").json["timings"]["predicted_n"] == 2
+    assert generate("bigram_ring", "-p", text, "--raw", "-n", 2, "--json").json["prompt_tokens"] == list(text.encode())
+
+
+def test_prompts_that_cannot_be_used(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    generate("bigram_ring", "-p", "").refused(2, "empty")
+    generate("bigram_ring", "-p", "", "--raw").refused(2, "empty")
+    generate("bigram_ring", stdin=b"").refused(2, "empty")
+    generate("bigram_ring", stdin=b"\n").refused(2, "empty")
+    generate("bigram_ring", "--prompt-ids", "").refused(2, "empty")
+    generate("bigram_ring", "--prompt-ids", "1,x").refused(2, "1,x")
+    generate("bigram_ring", "--prompt-ids", "1,320").refused(2, "320", "0 to 319")
+    generate("bigram_ring", "--prompt-ids=-1").refused(2, "-1")
+    generate("bigram_ring", "--prompt-ids", "1", "--chat").refused(2, "--chat")
+    generate("bigram_ring", "-p", "a", "-f", "b").refused(2, "--file")
+    generate("bigram_ring", "-f", tmp_path / "none.txt").refused(2, "none.txt")
+    generate("bigram_ring", "-f", tmp_path / "latin1.txt").refused(2, "latin1.txt", "UTF-8")
+    generate("bigram_ring", "-p", "a", "--raw", "--system", "b").refused(2, "--system")
+    generate("no_template", "-p", "a", "--chat").refused(2, "template")
+    generate("bigram_ring", "-p", "abcdef", "--raw", "-c", 5).refused(2, "6 tokens", "context holds 5")
+    assert generate("bigram_ring", "-p", "w", "--raw", "-n", 2).code == 0  # the next request works
+
+
+# ---------------------------------------------------------------- numbers at the edges
+@pytest.mark.parametrize(
+    ("flags", "n_tokens"),
+    [
+        (("-n", 0), 0),
+        (("-n", -1, "-c", 21), 20),
+        (("-n", 5, "--top-k", 0), 5),
+        (("-n", 5, "--top-p", 0), 5),
+        (("-n", 5, "--top-p", 1, "--seed", -1), 5),
+        (("-n", 5, "--temp", 0, "--seed", 0), 5),
+        (("-n", 5, "-c", 4096), 5),
+    ],
+)
+def test_edges_that_mean_something(generate: Generate, flags: tuple[object, ...], n_tokens: int) -> None:
+    result = generate("bigram_ring", "--prompt-ids", RING[0], *flags, "--json").json
+    assert result["tokens"] == ENDLESS.greedy(RING[0], n_tokens)
+
+
+@pytest.mark.parametrize("top", [("--top-k", 1), ("--top-p", 0), ("--min-p", 1)])
+def test_filters_that_leave_one_token_give_the_greedy_text(generate: Generate, top: tuple[object, ...]) -> None:
+    result = generate("bigram_for_sampling", "--prompt-ids", 40, "-n", 20, "--temp", 2.0, *top, "--json").json
+    assert result["tokens"] == generate("bigram_for_sampling", "--prompt-ids", 40, "-n", 20, "--json").json["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("-n", -2), "-2"),
+        (("--spec-draft-n-max", -1), "-1"),
+        (("--spec-draft-n-max", 10**6), "1000000"),
+        (("--top-k", -1), "top-k"),
+        (("--top-p", 1.1), "1.1"),
+        (("--top-p", -0.1), "-0.1"),
+        (("--temp", -1), "temperature"),
+        (("--temp", "nan"), "nan"),
+        (("--temp", "inf"), "inf"),
+        (("--temp", "warm"), "warm"),
+        (("--seed", -2), "-2"),
+        (("--seed", 2**64), str(2**64)),
+        (("--threads", -1), "-1"),
+        (("-c", -1), "-1"),
+        (("-c", 4097), "4096"),
+        (("--spec-type", "medusa"), "medusa"),
+        (("--frobnicate",), "--frobnicate"),
+    ],
+)
+def test_edges_that_are_refused(generate: Generate, flags: tuple[object, ...], says: str) -> None:
+    generate("bigram_ring", "--prompt-ids", 40, *flags).refused(2, says)
+
+
+# ---------------------------------------------------------------- models
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("array_bomb", "array_bomb"),
+        ("trunc_data_mid", "trunc_data_mid"),
+        ("html_page", "HTML"),
+        ("lfs_pointer", "LFS"),
+        ("big_endian", "big-endian"),
+        ("mmproj", "projector"),
+        ("nextn_only", "nextn_only"),
+        ("nextn_promised", "--spec-type none"),
+    ],
+)
+def test_bad_files_are_refused_and_leave_nothing(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str, says: str
+) -> None:
+    path = tiny(name)
+    run_main(main, path, "--cache-dir", tmp_path / "cache", "-p", "a").refused(3, says)
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_missing_files_and_folders_that_are_no_export(tmp_path: Path) -> None:
+    run_main(main, tmp_path / "none.gguf", "-p", "a").refused(2, "none.gguf")
+    run_main(main, tmp_path, "-p", "a").refused(4, str(tmp_path), "manifest.json")
+
+
+def test_a_stripped_head_can_be_done_without(generate: Generate) -> None:
+    flags = ("--prompt-ids", "40,41,42", "-n", 20, "--spec-type", "none", "--json")
+    assert generate("nextn_promised", *flags).json["tokens"] == generate("f32", *flags).json["tokens"]
+
+
+def test_a_model_without_head(generate: Generate) -> None:
+    flags = ("--prompt-ids", "40,41,42", "-n", 10, "--json")
+    assert generate("nextn_absent", *flags).json["spec_type"] == "none"
+    generate("nextn_absent", *flags, "--spec-type", "draft-mtp").refused(2, "no NextN draft head")
+
+
+@pytest.mark.parametrize("name", ["nan_norm", "inf_block"])
+def test_numbers_that_are_none_are_never_text(generate: Generate, name: str) -> None:
+    outcome = generate(name, "--prompt-ids", "40,41,42", "-n", 20)
+    assert outcome.code in (3, 5)  # refused when the file is read, or at the first position
+    outcome.refused(outcome.code)
+
+
+def test_exports_are_kept_by_content(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    cache, copy = tmp_path / "cache", tmp_path / "other name.gguf"
+    shutil.copy(tiny("draft_perfect"), copy)
+    flags = ("--cache-dir", cache, "--prompt-ids", "40", "-n", 5)
+    assert run_main(main, tiny("draft_perfect"), *flags).code == 0
+    [folder] = cache.iterdir()
+    made = (folder / "manifest.json").stat().st_mtime_ns
+    assert run_main(main, copy, *flags).code == 0
+    assert run_main(main, folder, "--prompt-ids", "40", "-n", 5).code == 0  # the exported folder itself
+    assert (folder / "manifest.json").stat().st_mtime_ns == made
+    (folder / "weights.bin").write_bytes(b"cut")
+    run_main(main, folder, *flags).refused(4, "weights.bin")
+    assert run_main(main, copy, *flags).code == 0  # a damaged one is made anew
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_a_cache_that_cannot_be_written(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run_main(main, tiny("bigram_ring"), "--cache-dir", tmp_path / "file", "-p", "a").refused(6, "--cache-dir")
+
+
+def test_backends(generate: Generate) -> None:
+    assert generate("bigram_ring", "--prompt-ids", 40, "-n", 3, "--backend", "onnxruntime").code == 0
+    generate("bigram_ring", "--prompt-ids", 40, "--backend", "tensorrt").refused(4, "tensorrt", "onnxruntime")
+
+
+# ---------------------------------------------------------------- as a process
+@pytest.fixture(scope="module")
+def command(tiny: Callable[[str], Path], cache: Path) -> list[str]:
+    """The ring model's command line, its export already made."""
+    flags = [str(tiny("bigram_ring")), "--cache-dir", str(cache)]
+    assert run_main(main, *flags, "--prompt-ids", 40, "-n", 1).code == 0
+    return [sys.executable, "-m", "runtime.generate", *flags]
+
+
+def test_ctrl_c_ends_with_what_was_generated(command: list[str]) -> None:
+    process = subprocess.Popen(
+        [*command, "--prompt-ids", str(RING[0])], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    assert process.stdout is not None
+    start = b""
+    while len(start) < 20:
+        start += process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert start + rest == bytes(ENDLESS.greedy(RING[0], len(start + rest)))
+    assert b"(cancelled)" in err and b"Traceback" not in err
+
+
+def test_a_reader_that_goes_away(command: list[str]) -> None:
+    process = subprocess.Popen(
+        [*command, "--prompt-ids", str(RING[0])], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert len(process.stdout.read(20)) == 20
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_an_exported_folder_needs_no_exporter(tiny: Callable[[str], Path], cache: Path) -> None:
+    """Without export, onnx and gguf, in a locale that knows no UTF-8."""
+    folder = exported_folder(tiny("bigram_ring"), draft=True, cache_dir=cache)
+    code = (
+        "import sys\nfor name in ('export', 'onnx', 'gguf'): sys.modules[name] = None\n"
+        "from runtime.command_line import run_command\nfrom runtime.generate import main\nrun_command(main)"
+    )
+    flags = [str(folder), "-p", "w é", "--raw", "-n", "5", "--json"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["timings"]["predicted_n"] == 5
+
+
+def test_the_default_cache(command: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    flags = [*command[:4], "--prompt-ids", "40", "-n", "1"]
+    done = subprocess.run(flags, cwd=ROOT, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "nextn-trt").iterdir())) == 1
