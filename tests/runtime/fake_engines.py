@@ -153,6 +153,7 @@ class ToyHead:
         drafts: list[int] = []
         for position in range(len(self.rows), len(self.rows) + n):
             state = next_state(state or START_STATE, token)  # a zero hidden stands for the start of the sequence
+            self.last_state = state
             token = self._twist(choice(state, position, self._sampler), position)
             drafts.append(token)
         return np.array(drafts)

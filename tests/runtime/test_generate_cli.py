@@ -39,7 +39,7 @@ def generate(tiny: Callable[[str], Path], cache: Path) -> Generate:
     """``generate(name, flags...)``: run the command line on a named model."""
 
     def run(name: str, *flags: object, stdin: bytes | None = None) -> Outcome:
-        return run_main(main, tiny(name), "--cache-dir", cache, *flags, stdin=stdin)
+        return run_main(main, tiny(name), "--cache-dir", cache, "--threads", 1, *flags, stdin=stdin)
 
     return run
 
