@@ -18,10 +18,12 @@ _OPENING_ROUNDS = 6
 # Acceptance before anything is known, and how many observations that guess weighs.
 _PRIOR_RATE = 0.7
 _PRIOR_WEIGHT = 2.0
-# Weight of the newest observation once there are many: about the last ten count.
-_FORGET = 0.1
+# Weight of the newest observation once there are many: about the last fifteen count.
+_FORGET = 0.07
 # Passes of one size that its cost is taken from.
 _COST_WINDOW = 8
+# Growth of costs past the greatest known size, against that below it: low, so that a promising size is soon known.
+_BOLD_GROWTH = 0.5
 # Share of the time that may be lost to trials, and the fewest rounds between two while drafting is on.
 _TRIAL_SHARE = 0.01
 _TRIAL_GAP_ROUNDS = 16
@@ -191,6 +193,8 @@ class _CostTable:
             low = max(s for s in known if s < size)
             high = min(s for s in known if s > size)
         slope = max(0.0, (self._quartile(high) - self._quartile(low)) / (high - low))
+        if size > high:
+            return self._quartile(high) + _BOLD_GROWTH * slope * (size - high)
         return self._quartile(low) + slope * (size - low)
 
     def _quartile(self, size: int) -> float:
