@@ -147,9 +147,9 @@ def _generate(session: Session, prompt: list[int], params: SamplingParams, optio
     text = "".join(chunks)
     if options.json:
         print(json.dumps(_result(session, prompt, tokens, text, stats, params)))
-    elif sys.stdout.isatty() and not text.endswith("\n"):
+    elif sys.stdout.isatty():
         print()
-    print(_summary(stats, params), file=sys.stderr)
+    print("\n" + _summary(stats, params), file=sys.stderr)
     return EXIT_INTERRUPTED if stats.finish_reason == "cancelled" else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,8 @@ def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines]:
         raise UsageError(f"--backend {asked}: wanted one of {', '.join(BACKENDS)}")
     chosen = manifest.target if asked == "auto" else asked
     if chosen == "onnxruntime":
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise EngineError("onnxruntime is not installed; `pip install onnxruntime` (1.32 needs Python 3.11 or newer)")
         from runtime.engine_onnxruntime import open_engines
 
         return chosen, open_engines
