@@ -173,7 +173,7 @@ def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines]:
     chosen = manifest.target if asked == "auto" else asked
     if chosen == "onnxruntime":
         if importlib.util.find_spec("onnxruntime") is None:
-            raise EngineError("onnxruntime is not installed; `pip install onnxruntime` (1.32 needs Python 3.11 or newer)")
+            raise EngineError("onnxruntime is not installed; pip install onnxruntime (needs Python 3.11 or newer)")
         from runtime.engine_onnxruntime import open_engines
 
         return chosen, open_engines
