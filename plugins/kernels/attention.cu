@@ -26,7 +26,8 @@ __device__ __forceinline__ float gated(float v, float gate) {
     return __fmul_rn(v, __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate))));
 }
 
-// grid (splits, kv heads, 2): z = 0 serves tokens with the first token's split length, z = 1 those with a longer one.
+// grid (splits, kv heads, variants * row blocks): variant 0 serves tokens with the first token's split length, 1 those
+// with a longer one; a row block is 16*MT query rows.
 template <int D, int MT>
 __global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_constant__ NextnAttention p, Partials part) {
     extern __shared__ __align__(16) uint8_t raw[];
@@ -34,23 +35,28 @@ __global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_consta
     launch_dependents();
     wait_for_predecessor();
     const int position = __ldcg(p.position), split = blockIdx.x, kv = blockIdx.y;
+    const int variant = p.t > 1 ? blockIdx.z & 1 : 0, first_row = (p.t > 1 ? blockIdx.z >> 1 : 0) * 16 * MT;
     const int final = min(position + p.t, p.capacity) - 1;
-    const int length = split_length(blockIdx.z ? final : position);
-    if (final < position || (blockIdx.z && length == split_length(position))) return;
+    const int length = split_length(variant ? final : position);
+    if (final < position || (variant && length == split_length(position))) return;
     const int begin = split * length, end = min(begin + length, final + 1);
     if (begin >= end) return;
     AttentionBlock<D, MT> block(s, p, kv);
-    float* scratch = s.scores[0] + block.warp * D;
+    const bool early = min(begin + kKEYS, end) <= position;  // the first tile holds no row of this call
+    if (early) block.start(begin, end);
     for (int t = block.warp; t < p.t; t += kWARPS)
-        if (position + t >= begin && position + t < end) append_row<D>(p, t, position + t, kv, scratch, block.lane);
-    block.load_queries(0, position);  // ends in a barrier, so the appended rows are visible below
+        if (position + t >= begin && position + t < end)
+            append_row<D>(p, t, position + t, kv, s.scratch[block.warp], block.lane);
+    block.load_queries(first_row, position);
+    __syncthreads();  // appended rows are visible to the block from here on
+    if (!early) block.start(begin, end);
     for (int r = threadIdx.x; r < 16 * MT; r += kATT_THREADS)
         if (s.last[r] >= 0 && split_length(s.last[r]) != length) s.last[r] = -1;
-    __syncthreads();
-    block.attend(begin, end);
+    block.attend(begin, end);  // starts with a barrier
     const int ratio = p.heads / p.kv_heads;
     const auto index = [&](int r) {
-        return (static_cast<int64_t>(split) * p.t + r / ratio) * p.heads + kv * ratio + r % ratio;
+        const int row = first_row + r;
+        return (static_cast<int64_t>(split) * p.t + row / ratio) * p.heads + kv * ratio + row % ratio;
     };
     block.for_each_output([&](int r, int c, float v) {
         if (s.last[r] >= begin) part.out[index(r) * D + c] = v;
@@ -110,10 +116,10 @@ __global__ void __launch_bounds__(32) append_kernel(const __grid_constant__ Next
     if (position < p.capacity) append_row<D>(p, t, position, blockIdx.y, scratch, threadIdx.x);
 }
 
-// Prefill: grid (blocks of 64 query rows, longest first; kv heads).
-template <int D>
+// Prefill: grid (blocks of 16*MT query rows, longest first; kv heads).
+template <int D, int MT>
 __global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_constant__ NextnAttention p) {
-    constexpr int MT = 4, kROWS = 16 * MT;
+    constexpr int kROWS = 16 * MT;
     extern __shared__ __align__(16) uint8_t raw[];
     auto& s = *reinterpret_cast<AttentionShared<D, MT>*>(raw);
     launch_dependents();
@@ -122,8 +128,11 @@ __global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_cons
     const int first = (gridDim.x - 1 - blockIdx.x) * kROWS, rows = p.t * ratio;
     const int last_token = (min(first + kROWS, rows) - 1) / ratio;
     AttentionBlock<D, MT> block(s, p, kv);
+    const int end = min(position + last_token + 1, p.capacity);
+    block.start(0, end);
     block.load_queries(first, position);
-    block.attend(0, min(position + last_token + 1, p.capacity));
+    __syncthreads();
+    block.attend(0, end);
     block.for_each_output([&](int r, int c, float v) {
         const int row = first + r, t = row / ratio, h = kv * ratio + row % ratio;
         if (row >= rows) return;
@@ -148,32 +157,41 @@ __global__ void rope_rows_kernel(const int32_t* position, const double* inv_freq
 template <int D, int MT>
 cudaError_t run_split(const NextnAttention& p, const Partials& part, cudaStream_t stream) {
     Launch l;
-    l.grid = dim3(min(kMAX_SPLITS, ceil_div(p.capacity, kKEYS)), p.kv_heads, p.t > 1 ? 2 : 1);
+    const int row_blocks = ceil_div(p.t * (p.heads / p.kv_heads), 16 * MT);
+    l.grid = dim3(min(kMAX_SPLITS, ceil_div(p.capacity, kKEYS)), p.kv_heads, p.t > 1 ? 2 * row_blocks : 1);
     l.block = dim3(kATT_THREADS);
     l.smem = sizeof(AttentionShared<D, MT>);
     l.pdl = p.flags & NEXTN_PDL;
     return launch(l, stream, split_kernel<D, MT>, p, part);
 }
 
+template <int D, int MT>
+cudaError_t run_prefill(const NextnAttention& p, cudaStream_t stream) {
+    Launch l;
+    l.grid = dim3(ceil_div(p.t * (p.heads / p.kv_heads), 16 * MT), p.kv_heads);
+    l.block = dim3(kATT_THREADS);
+    l.smem = sizeof(AttentionShared<D, MT>);
+    l.pdl = p.flags & NEXTN_PDL;
+    return launch(l, stream, prefill_kernel<D, MT>, p);
+}
+
 template <int D>
 cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
-    const int rows = p.t * (p.heads / p.kv_heads);
+    DeviceLimits limits;
+    cudaError_t e = device_limits(&limits);
+    if (e != cudaSuccess) return e;
     Launch l;
     l.pdl = p.flags & NEXTN_PDL;
     if (p.t > NEXTN_MAX_DECODE_T) {
         l.grid = dim3(p.t, p.kv_heads);
         l.block = dim3(32);
-        const cudaError_t e = launch(l, stream, append_kernel<D>, p);
+        e = launch(l, stream, append_kernel<D>, p);
         if (e != cudaSuccess) return e;
-        l.grid = dim3(ceil_div(rows, 64), p.kv_heads);
-        l.block = dim3(kATT_THREADS);
-        l.smem = sizeof(AttentionShared<D, 4>);
-        return launch(l, stream, prefill_kernel<D>, p);
+        const bool wide = sizeof(AttentionShared<D, 4>) <= static_cast<size_t>(limits.smem_per_block);
+        return wide ? run_prefill<D, 4>(p, stream) : run_prefill<D, 2>(p, stream);
     }
     const Partials part = partials(p.workspace, p.t, p.heads, D);
-    cudaError_t e = rows <= 16 ? run_split<D, 1>(p, part, stream)
-                  : rows <= 32 ? run_split<D, 2>(p, part, stream)
-                  : rows <= 48 ? run_split<D, 3>(p, part, stream) : run_split<D, 4>(p, part, stream);
+    e = p.t * (p.heads / p.kv_heads) <= 16 ? run_split<D, 1>(p, part, stream) : run_split<D, 2>(p, part, stream);
     if (e != cudaSuccess) return e;
     l.grid = dim3(p.heads, p.t);
     l.block = dim3(D);

@@ -9,14 +9,17 @@
 
 namespace nextn {
 
-constexpr int kKEYS = 64, kWARPS = 4, kATT_THREADS = 32 * kWARPS;
+constexpr int kKEYS = 64, kWARPS = 8, kATT_THREADS = 32 * kWARPS;
 constexpr float kLOG2E = 1.4426950408889634f;
 
 template <int D, int MT>
 struct AttentionShared {
     static constexpr int kROWS = 16 * MT, kPITCH = D + 8;
     __half q[kROWS][kPITCH], k[kKEYS][kPITCH], v[kKEYS][kPITCH];
-    float scores[kROWS][kKEYS + 4];
+    union {
+        float scores[kROWS][kKEYS + 4];
+        float scratch[kWARPS][D];  // while queries and keys are prepared
+    };
     __half weights[kROWS][kKEYS + 8];
     float max[kROWS], sum[kROWS], rescale[kROWS];
     int last[kROWS];  // last key position of the row, -1 for a row that is not there
@@ -65,7 +68,7 @@ template <int D, int MT>
 struct AttentionBlock {
     using Shared = AttentionShared<D, MT>;
     static constexpr int kROWS = Shared::kROWS;
-    static constexpr int kVALUE_WARPS = D >= 64 ? 4 : 2;    // each takes D / kVALUE_WARPS value columns
+    static constexpr int kVALUE_WARPS = D >= 128 ? 8 : D / 16;  // each takes D / kVALUE_WARPS value columns
     static constexpr int kCOLUMNS = D / kVALUE_WARPS, kTILES = kCOLUMNS / 8;
 
     Shared& s;
@@ -76,19 +79,20 @@ struct AttentionBlock {
     __device__ __forceinline__ AttentionBlock(Shared& shared, const NextnAttention& params, int kv_head)
         : s(shared), p(params), kv(kv_head), warp(threadIdx.x >> 5), lane(threadIdx.x & 31) {}
 
-    // Query rows first_row.. of this kv head; rows past the end repeat the last one, their `last` is -1.
+    // Query rows first_row.. of this kv head; a row that is not there is zero and its `last` is -1.
     __device__ __forceinline__ void load_queries(int first_row, int position) {
         const int ratio = p.heads / p.kv_heads, rows = p.t * ratio, pairs = p.rope_dim / 2;
-        float* scratch = s.scores[0] + warp * D;  // scores are not in use yet
+        float* scratch = s.scratch[warp];
         for (int r = warp; r < kROWS; r += kWARPS) {
-            const int row = min(first_row + r, rows - 1), t = row / ratio, h = kv * ratio + row % ratio;
-            norm_rope_head<D>(p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, p.q_norm, p.eps,
-                              p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
+            const int row = first_row + r, t = row / ratio, h = kv * ratio + row % ratio;
+            const bool there = row < rows && position + t < p.capacity;
+            if (there)
+                norm_rope_head<D>(p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, p.q_norm, p.eps,
+                                  p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
 #pragma unroll
-            for (int e = lane; e < D; e += 32) s.q[r][e] = __float2half_rn(scratch[e]);
+            for (int e = lane; e < D; e += 32) s.q[r][e] = __float2half_rn(there ? scratch[e] : 0.0f);
             __syncwarp();
             if (lane == 0) {
-                const bool there = first_row + r < rows && position + t < p.capacity;
                 s.last[r] = there ? position + t : -1;
                 s.max[r] = -INFINITY;
                 s.sum[r] = 0.0f;
@@ -100,7 +104,6 @@ struct AttentionBlock {
             for (int n = 0; n < kTILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
-        __syncthreads();
     }
 
     __device__ __forceinline__ void copy_tile(__half (*to)[D + 8], const void* cache, int key0, int end) {
@@ -113,29 +116,27 @@ struct AttentionBlock {
         cp_async_commit();
     }
 
-    // scores[r][j] = q[r] . k[j]; warp w takes keys 16w ..
+    // scores[r][j] = q[r] . k[j]; warp w takes keys 8w ..
     __device__ __forceinline__ void multiply_keys() {
-        float acc[MT][2][4] = {};
+        float acc[MT][4] = {};
 #pragma unroll
-        for (int k = 0; k < D; k += 16) {
+        for (int k = 0; k < D; k += 32) {
             uint32_t fb[4];
-            ldmatrix_x4(fb, &s.k[16 * warp + (lane & 7) + 8 * (lane >> 4)][k + 8 * ((lane >> 3) & 1)]);
+            ldmatrix_x4(fb, &s.k[8 * warp + (lane & 7)][k + 8 * (lane >> 3)]);
 #pragma unroll
             for (int m = 0; m < MT; ++m) {
                 uint32_t fa[4];
                 ldmatrix_x4(fa, &s.q[16 * m + (lane & 15)][k + 8 * (lane >> 4)]);
-                mma_f16_k16(acc[m][0], fa, fb[0], fb[1]);
-                mma_f16_k16(acc[m][1], fa, fb[2], fb[3]);
+                mma_f16_k16(acc[m], fa, fb[0], fb[1]);
+                ldmatrix_x4(fa, &s.q[16 * m + (lane & 15)][k + 16 + 8 * (lane >> 4)]);
+                mma_f16_k16(acc[m], fa, fb[2], fb[3]);
             }
         }
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    s.scores[16 * m + 8 * (e >> 1) + (lane >> 2)][16 * warp + 8 * n + 2 * (lane & 3) + (e & 1)] =
-                        acc[m][n][e];
+            for (int e = 0; e < 4; ++e)
+                s.scores[16 * m + 8 * (e >> 1) + (lane >> 2)][8 * warp + 2 * (lane & 3) + (e & 1)] = acc[m][e];
     }
 
     // Weights of this tile and the running maximum and sum; 8 neighbouring threads share a row.
@@ -202,10 +203,14 @@ struct AttentionBlock {
         }
     }
 
-    // Keys begin .. end-1, begin a multiple of kKEYS.
-    __device__ __forceinline__ void attend(int begin, int end) {
+    // Start reading the first tile of keys begin .. end-1, begin a multiple of kKEYS.
+    __device__ __forceinline__ void start(int begin, int end) {
         copy_tile(s.k, p.key_cache, begin, end);
         copy_tile(s.v, p.value_cache, begin, end);
+    }
+
+    // Attend to the keys that `start` began with.
+    __device__ __forceinline__ void attend(int begin, int end) {
         for (int key0 = begin; key0 < end; key0 += kKEYS) {
             const bool more = key0 + kKEYS < end;
             cp_async_wait<1>();

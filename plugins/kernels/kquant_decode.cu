@@ -2,7 +2,9 @@
 //
 //   block = ks consumer warps + 1 producer warp, persistent; a tile is 16 rows.
 //   ring stage = 16 rows x ks superblocks of one tile, one bulk copy per row (16-byte cp.async below 9.0)
-//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers
+//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers: with one chunk
+//   it quantises them itself while the ring fills, else they come from quantize_rows
+//   an RMSNorm's 1/rms is a factor of the whole row, so it is applied to the finished sums
 //   a pair of tiles walks all chunks, then the warps' partial sums meet in shared memory in warp order
 // Every choice that fixes the order of a sum (ks, chunks) follows from k, type and device, never from t.
 #include <type_traits>
@@ -18,7 +20,11 @@ constexpr int kROWS = 16, kPAIR = 2, kMAX_KS = 16, kMAX_STAGES = 8;
 struct DecodeMatrix { const uint8_t* weight; float* y; int64_t ldy; int n, tiles; };
 struct DecodeParams {
     DecodeMatrix matrix[NEXTN_MAX_MATRICES];
-    QuantizedRows x;
+    QuantizedRows quantized;  // several chunks; with one chunk the kernel quantises x itself
+    const float* x;
+    const float* norm;
+    int64_t ldx;
+    float eps;
     const float* residual;
     int64_t ldr;
     int n_matrices, t, supers, chunks, ks, stages, row_stride, units;  // units: tiles, or gate/up pairs of tiles
@@ -82,7 +88,7 @@ constexpr int kPRODUCER_ARRIVALS = kROWS;
 
 template <int TYPE, int NT>
 __device__ __forceinline__ void dot_tile(const DecodeParams& p, const uint8_t* stage, const Tile& tile, int c, int warp,
-                                         int lane, const TokenOperand<NT>& x, float (&y)[NT][2]) {
+                                         int lane, const TokenOperand<TYPE, NT>& x, float (&y)[NT][2]) {
     const int g = lane >> 2, q = lane & 3;
     const uint8_t* r0 = stage + g * p.row_stride + warp * kSuperBytes<TYPE>;
     const uint8_t* r8 = r0 + 8 * p.row_stride;
@@ -106,20 +112,41 @@ __device__ __forceinline__ void store(const DecodeParams& p, const Tile& tile, i
     m.y[token * m.ldy + n] = v;
 }
 
-// Sum the warps' partials of up to kPAIR tiles.  partial: [warp][tile][group][row half][lane].
+// Sum the warps' partials of up to kPAIR tiles.  partial: [warp][tile][group][row half][lane]; factor: [token].
 template <int NT>
-__device__ __forceinline__ void reduce_pair(const DecodeParams& p, const float* partial, int first, int count) {
+__device__ __forceinline__ void reduce_pair(const DecodeParams& p, const float* partial, const float* factor, int first,
+                                            int count) {
     constexpr int kTILE = 64 * NT;
     const int outputs = p.swiglu ? kTILE : count * kTILE;
     for (int e = threadIdx.x; e < outputs; e += 32 * p.ks) {
         float sum = 0.0f, up = 0.0f;
         for (int w = 0; w < p.ks; ++w) sum = __fadd_rn(sum, partial[w * kPAIR * kTILE + e]);
-        const int lane = e & 31, half = (e >> 5) & 1, n = (e >> 6) % NT, i = e / kTILE;
+        const int lane = e & 31, half = (e >> 5) & 1, token = (e >> 6) % NT * kGroupTokens + (lane & 3), i = e / kTILE;
+        if (factor) sum = __fmul_rn(sum, factor[token]);
         if (p.swiglu) {
             for (int w = 0; w < p.ks; ++w) up = __fadd_rn(up, partial[w * kPAIR * kTILE + kTILE + e]);
+            if (factor) up = __fmul_rn(up, factor[token]);
             sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), up);
         }
-        store(p, tile_at(p, first + i), (lane >> 2) + 8 * half, kGroupTokens * n + (lane & 3), sum);
+        store(p, tile_at(p, first + i), (lane >> 2) + 8 * half, token, sum);
+    }
+}
+
+// Each consumer warp quantises its superblock; with a norm, factor[token] = 1/rms becomes valid after the next barrier.
+template <int TYPE, int NT>
+__device__ __forceinline__ void quantize_own(const DecodeParams& p, TokenOperand<TYPE, NT>& x, int warp, int lane,
+                                             float (&squares)[kMAX_KS][NEXTN_MAX_DECODE_T], float* factor) {
+    float own[NT];
+    x.quantize(p.x, p.ldx, p.t, p.norm, warp, lane, own);
+    if (!p.norm) return;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+        if (lane % 8 == 0) squares[warp][kGroupTokens * n + lane / 8] = own[n];
+    asm volatile("bar.sync 1, %0;" :: "r"(32 * p.ks) : "memory");
+    if (threadIdx.x < kGroupTokens * NT) {
+        float total = 0.0f;
+        for (int w = 0; w < p.ks; ++w) total = __fadd_rn(total, squares[w][threadIdx.x]);
+        factor[threadIdx.x] = __frsqrt_rn(__fmaf_rn(total, 1.0f / (p.supers * kSUPER), p.eps));
     }
 }
 
@@ -127,6 +154,7 @@ template <int TYPE, int NT>
 __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) uint8_t smem[];
     __shared__ __align__(8) uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];
+    __shared__ float squares[kMAX_KS][NEXTN_MAX_DECODE_T], factor[NEXTN_MAX_DECODE_T];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int stage_bytes = kROWS * p.row_stride;
     launch_dependents();
@@ -155,16 +183,16 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
         return;
     }
     float* partial = reinterpret_cast<float*>(smem + p.stages * stage_bytes);
-    const uint8_t* sums = TYPE == kNEXTN_Q6_K ? p.x.sum16 : p.x.sum32;
     wait_for_predecessor();
-    TokenOperand<NT> x;
-    if (p.chunks == 1 && begin < end) x.load(p.x, sums, warp, lane);
+    TokenOperand<TYPE, NT> x;
+    if (p.chunks == 1) quantize_own<TYPE, NT>(p, x, warp, lane, squares, factor);
+    const float* factors = p.chunks == 1 && p.norm ? factor : nullptr;
     int buffer = 0;
     for (int v = begin; v < end; v += kPAIR, buffer ^= 1) {
         float y[kPAIR][NT][2] = {};
         for (int c = 0; c < p.chunks; ++c) {
             const bool mine = c * p.ks + warp < p.supers;
-            if (p.chunks > 1 && mine) x.load(p.x, sums, c * p.ks + warp, lane);
+            if (p.chunks > 1 && mine) x.load(p.quantized, c * p.ks + warp, lane);
 #pragma unroll
             for (int i = 0; i < kPAIR; ++i) {
                 if (v + i < end) {
@@ -187,7 +215,7 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
         // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only
         // after it has read this one's sums.
         asm volatile("bar.sync 1, %0;" :: "r"(32 * p.ks) : "memory");
-        reduce_pair<NT>(p, mine, v, min(kPAIR, end - v));
+        reduce_pair<NT>(p, mine, factors, v, min(kPAIR, end - v));
     }
 }
 
@@ -225,10 +253,12 @@ cudaError_t launch_type(const Launch& l, int groups, const DecodeParams& p, cuda
 
 }  // namespace
 
-cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& x, cudaStream_t stream) {
-    DeviceLimits limits;
-    const cudaError_t e = device_limits(&limits);
-    if (e != cudaSuccess) return e;
+bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits& limits) {
+    return plan_for(type, m.k / kSUPER, ceil_div(m.t, kGroupTokens), limits).chunks == 1;
+}
+
+cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,
+                          const DeviceLimits& limits, cudaStream_t stream) {
     const int type = m.matrix[first].type, groups = ceil_div(m.t, kGroupTokens);
     const Plan plan = plan_for(type, m.k / kSUPER, groups, limits);
     DecodeParams p = {};
@@ -237,7 +267,11 @@ cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const Quan
         p.matrix[i] = {static_cast<const uint8_t*>(s.weight), s.y, s.ldy, s.n, ceil_div(s.n, kROWS)};
         p.units += m.swiglu && i ? 0 : p.matrix[i].tiles;
     }
-    p.x = x;
+    p.quantized = quantized;
+    p.x = m.x;
+    p.ldx = m.ldx;
+    p.norm = m.norm_weight;
+    p.eps = m.norm_eps;
     p.residual = m.residual;
     p.ldr = m.ldr;
     p.n_matrices = count;

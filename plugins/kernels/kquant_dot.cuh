@@ -6,31 +6,9 @@
 #pragma once
 #include "kquant_blocks.cuh"
 #include "ptx.cuh"
+#include "token_operand.cuh"
 
 namespace nextn {
-
-// One superblock of NT groups of tokens, in registers.
-template <int NT>
-struct TokenOperand {
-    uint32_t frag[NT][16];
-    uint2 sums[NT];
-    float scale[NT];
-
-    // `sums` is the array that fits the weight type.
-    __device__ __forceinline__ void load(const QuantizedRows& x, const uint8_t* sum, int superblock, int lane) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const int64_t slot = static_cast<int64_t>(superblock) * NT + n;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint4 v = __ldcg(reinterpret_cast<const uint4*>(x.frag + slot * 2048) + 32 * i + lane);
-                frag[n][4 * i] = v.x; frag[n][4 * i + 1] = v.y; frag[n][4 * i + 2] = v.z; frag[n][4 * i + 3] = v.w;
-            }
-            sums[n] = __ldcg(reinterpret_cast<const uint2*>(sum + slot * 256) + lane);
-            scale[n] = __ldcg(x.scale + slot * kGroupTokens + (lane & 3));
-        }
-    }
-};
 
 __device__ __forceinline__ void multiply_add(int (&acc)[4], const int (&dot)[4], int scale_g, int scale_g8) {
     acc[0] += scale_g * dot[0];
@@ -47,7 +25,7 @@ __device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinte
 
 // Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory.
 template <int TYPE, int NT>
-__device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8, const TokenOperand<NT>& x,
+__device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8, const TokenOperand<TYPE, NT>& x,
                                            float (&y)[NT][2], int q) {
     constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
     constexpr bool kFIFTH = TYPE == kNEXTN_Q5_K;
@@ -115,7 +93,7 @@ __device__ __forceinline__ uint32_t load_word_2(const uint8_t* p, uint32_t selec
 
 // Q6_K.  r0, r8 are 2-byte aligned.  q is used unsigned; 32 * sum(sc * sum(a)) is taken off at the end.
 template <int NT, bool ALIGNED>
-__device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, const TokenOperand<NT>& x,
+__device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, const TokenOperand<kNEXTN_Q6_K, NT>& x,
                                          float (&y)[NT][2], int q) {
     const uint32_t p0 = reinterpret_cast<uintptr_t>(r0) & 2 ? 0x5432 : 0x3210;
     const uint32_t p8 = reinterpret_cast<uintptr_t>(r8) & 2 ? 0x5432 : 0x3210;

@@ -2,6 +2,7 @@
 #include "matmul.h"
 #include "launch.cuh"
 #include "matmul_parts.cuh"
+#include "rms_norm.h"
 
 namespace nextn {
 
@@ -52,18 +53,24 @@ NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream)
     const NextnMatmul& m = *args;
     const MatmulWorkspace w = matmul_workspace(m.workspace, m.t, m.k);
     const bool decode = m.t <= NEXTN_MAX_DECODE_T;
-    bool any_kquant = false, any_dense = false;
-    for (int i = 0; i < m.n_matrices; ++i) (is_kquant(m.matrix[i].type) ? any_kquant : any_dense) = true;
-
-    cudaError_t e = cudaSuccess;
-    if (any_kquant) e = decode ? quantize_rows(m, w, stream) : half_rows(m, w, stream);
+    DeviceLimits limits;
+    cudaError_t e = device_limits(&limits);
+    if (e != cudaSuccess) return e;
+    bool prepare = false, any_dense = false;
+    for (int i = 0; i < m.n_matrices; ++i) {
+        const int type = m.matrix[i].type;
+        if (!is_kquant(type)) any_dense = true;
+        else prepare |= !decode || !decode_quantizes_itself(m, type, limits);
+    }
+    if (prepare) e = decode ? quantize_rows(m, w, stream) : half_rows(m, w, stream);
     const bool normed = any_dense && m.norm_weight;
-    if (e == cudaSuccess && normed) e = norm_rows(m, w.normed, stream);
+    if (e == cudaSuccess && normed) 
+        e = nextn_rms_norm(m.x, m.ldx, m.t, m.k, m.norm_weight, m.norm_eps, w.normed, m.k, m.flags, stream);
     for (int first = 0, end; first < m.n_matrices && e == cudaSuccess; first = end) {
         const int type = m.matrix[first].type;
         for (end = first + 1; end < m.n_matrices && m.matrix[end].type == type; ++end) {}
         if (!is_kquant(type)) e = dense_rows(m, first, end - first, normed ? w.normed : m.x, normed ? m.k : m.ldx, stream);
-        else if (decode) e = kquant_decode(m, first, end - first, w.quantized, stream);
+        else if (decode) e = kquant_decode(m, first, end - first, w.quantized, limits, stream);
         else e = kquant_prefill(m, first, end - first, w, stream);
     }
     return e;

@@ -1,6 +1,7 @@
 // The pieces that nextn_matmul is put together from; device pointers throughout.
 #pragma once
 #include "kquant_blocks.cuh"
+#include "launch.cuh"
 #include "matmul.h"
 
 namespace nextn {
@@ -16,10 +17,11 @@ struct MatmulWorkspace {
 };
 MatmulWorkspace matmul_workspace(void* base, int t, int k);
 
-// Decode (t <= 8).  k % 256 == 0 for quantize_rows and kquant_decode.
+// Decode (t <= 8).  k % 256 == 0 for quantize_rows and kquant_decode, which needs the former unless it quantises itself.
 cudaError_t quantize_rows(const NextnMatmul& m, const MatmulWorkspace& w, cudaStream_t stream);
-cudaError_t norm_rows(const NextnMatmul& m, float* y, cudaStream_t stream);
-cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& x, cudaStream_t stream);
+bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits& limits);
+cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,
+                          const DeviceLimits& limits, cudaStream_t stream);
 cudaError_t dense_rows(const NextnMatmul& m, int first, int count, const float* x, int64_t ldx, cudaStream_t stream);
 
 // Prefill, K-quants.

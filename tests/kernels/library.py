@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -86,6 +86,10 @@ class Attention(Structure):
     )
 
 
+class Sampling(Structure):
+    _fields_ = (("temperature", c_double), ("least_below", c_double), ("seed", c_uint64))
+
+
 @cache
 def kernels() -> ctypes.CDLL:
     """The library; a missing one fails the test, it never skips."""
@@ -104,6 +108,15 @@ def kernels() -> ctypes.CDLL:
     lib.nextn_rope_rows.argtypes = (
         *(c_void_p, c_int32, c_void_p, c_int32, c_float),
         *(c_void_p, c_void_p, c_int32, c_void_p),
+    )
+    lib.nextn_rms_norm.argtypes = (
+        *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_float),
+        *(c_void_p, c_int64, c_int32, c_void_p),
+    )
+    lib.nextn_select_workspace.restype = c_size_t
+    lib.nextn_select.argtypes = (
+        *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
+        *(c_void_p, c_void_p, c_size_t, c_int32, c_void_p),
     )
     return lib
 

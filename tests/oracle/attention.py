@@ -48,7 +48,7 @@ def rotate(x: F64, position: int, inv_freq: F64, factor: float) -> F64:
 def run(
     layer: Layer, query_gate: F64, key: F64, value: F64, position: int, keys: F64, values: F64
 ) -> tuple[F64, F64, F64]:
-    """query_gate [T, H, 2, D], key and value [T, KV, D] of tokens at position ..; keys, values [position, KV, D] before.
+    """query_gate [T, H, 2, D], key, value [T, KV, D] of tokens at position ..; keys, values [position, KV, D] so far.
 
     -> y [T, H * D] and the keys and values with the new rows behind them.
     """

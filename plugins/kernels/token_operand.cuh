@@ -1,0 +1,166 @@
+// Activations of one superblock as tensor-core operands in registers: quantised on the spot or loaded.
+//
+// Both ways give x = scale * (128*hi + lo) with |128*hi + lo| <= 16256 and one scale per token and 256 values.
+// Operand column 2*t holds hi of token t, column 2*t + 1 lo; lane 4*g + q holds column g.
+#pragma once
+#include "kquant_blocks.cuh"
+#include "ptx.cuh"
+
+namespace nextn {
+
+constexpr float kQUANT_RANGE = 16256.0f;  // 128 * 127: hi and lo both fit in int8
+
+// Round to nearest for |x| < 2^22 without the slow conversion unit.
+__device__ __forceinline__ int round_to_int(float x) { return __float_as_int(__fadd_rn(x, 12582912.0f)) - 0x4b400000; }
+
+// Scale and its inverse for a superblock whose largest |x| has these bits.  Below 1e-30 all counts as zero (the inverse
+// would overflow); NaN and infinity give a NaN scale, so that they reach the output.
+struct QuantScale { float scale, inverse; };
+__device__ __forceinline__ QuantScale quant_scale(uint32_t max_bits) {
+    const float amax = __uint_as_float(max_bits);
+    return {max_bits >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : __fdiv_rn(amax, kQUANT_RANGE),
+            amax > 1e-30f ? __fdiv_rn(kQUANT_RANGE, amax) : 0.0f};
+}
+
+// Four values as hi bytes and lo bytes, and their sum.
+struct QuantWord { uint32_t hi, lo; int sum; };
+__device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
+    const int a[4] = {round_to_int(__fmul_rn(v.x, inverse)), round_to_int(__fmul_rn(v.y, inverse)),
+                      round_to_int(__fmul_rn(v.z, inverse)), round_to_int(__fmul_rn(v.w, inverse))};
+    uint32_t hi[4], lo[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        hi[i] = (a[i] + 64) >> 7;
+        lo[i] = a[i] - (hi[i] << 7);
+    }
+    return {__byte_perm(__byte_perm(hi[0], hi[1], 0x0040), __byte_perm(hi[2], hi[3], 0x0040), 0x5410),
+            __byte_perm(__byte_perm(lo[0], lo[1], 0x0040), __byte_perm(lo[2], lo[3], 0x0040), 0x5410),
+            a[0] + a[1] + a[2] + a[3]};
+}
+
+// Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 508, digit = first + 6 *
+// rest with both in int8.  The operand's k slots hold `first` (sub-blocks 0..7, against m) and three times `rest`
+// (against 2m), so one m16n8k32 sums all mins exactly.
+struct MinDigit { int first, rest; };
+__device__ __forceinline__ MinDigit min_digit(int sum, bool low) {
+    const int l = ((sum + 512) & 1023) - 512, v = low ? l : (sum - l) >> 10, rest = (v * 37 + 128) >> 8;
+    return {v - 6 * rest, rest};
+}
+
+// Sums over 16 values against the scales of Q6_K: 16384*d2 + 128*d1 + d0, digits within +-64.  The first operand has d2
+// in column hi and d1 in lo, the second 0 and d0.
+struct OffsetDigits { int first, second; };
+__device__ __forceinline__ OffsetDigits offset_digits(int sum, bool low) {
+    const int d0 = ((sum + 64) & 127) - 64, rest = (sum - d0) >> 7, d1 = ((rest + 64) & 127) - 64;
+    return {low ? d1 : (rest - d1) >> 7, low ? d0 : 0};
+}
+
+__device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
+    return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | static_cast<uint32_t>(d) << 24;
+}
+
+template <int TYPE, int NT>
+struct TokenOperand {
+    uint32_t frag[NT][16];  // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
+    uint2 sums[NT];
+    float scale[NT];        // of token lane%4
+
+    __device__ __forceinline__ void load(const QuantizedRows& x, int superblock, int lane) {
+        const uint8_t* sum = TYPE == kNEXTN_Q6_K ? x.sum16 : x.sum32;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const int64_t slot = static_cast<int64_t>(superblock) * NT + n;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint4 v = __ldcg(reinterpret_cast<const uint4*>(x.frag + slot * 2048) + 32 * i + lane);
+                frag[n][4 * i] = v.x; frag[n][4 * i + 1] = v.y; frag[n][4 * i + 2] = v.z; frag[n][4 * i + 3] = v.w;
+            }
+            sums[n] = __ldcg(reinterpret_cast<const uint2*>(sum + slot * 256) + lane);
+            scale[n] = __ldcg(x.scale + slot * kGroupTokens + (lane & 3));
+        }
+    }
+
+    // Quantise this superblock of x [t, .] (stride ldx), times norm where given.  squares[n]: the sum of x^2 over the
+    // superblock of token 4n + lane/8.  Tokens past t repeat the last one.
+    __device__ __forceinline__ void quantize(const float* x, int64_t ldx, int t, const float* norm, int superblock,
+                                             int lane, float (&squares)[NT]) {
+        const int q = lane & 3, token = lane >> 3;
+        const bool low = lane & 4;  // this lane's column; it quantises steps 0-3 (hi) or 4-7 (lo) of the token
+        const int64_t at = static_cast<int64_t>(superblock) * kSUPER + (low ? 128 : 0) + 4 * q;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const float* row = x + min(kGroupTokens * n + token, t - 1) * ldx + at;
+            float4 v[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(row + 16 * i));
+            uint32_t bits = 0;
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (norm) {
+                    sum = __fmaf_rn(v[i].x, v[i].x, sum); sum = __fmaf_rn(v[i].y, v[i].y, sum);
+                    sum = __fmaf_rn(v[i].z, v[i].z, sum); sum = __fmaf_rn(v[i].w, v[i].w, sum);
+                    const float4 w = __ldg(reinterpret_cast<const float4*>(norm + at + 16 * i));
+                    v[i] = make_float4(__fmul_rn(v[i].x, w.x), __fmul_rn(v[i].y, w.y), __fmul_rn(v[i].z, w.z),
+                                       __fmul_rn(v[i].w, w.w));
+                }
+                bits = max(max(bits, __float_as_uint(v[i].x) & 0x7fffffffu), __float_as_uint(v[i].y) & 0x7fffffffu);
+                bits = max(max(bits, __float_as_uint(v[i].z) & 0x7fffffffu), __float_as_uint(v[i].w) & 0x7fffffffu);
+            }
+#pragma unroll
+            for (int d = 1; d < 8; d <<= 1) {
+                bits = max(bits, __shfl_xor_sync(~0u, bits, d));
+                sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+            }
+            squares[n] = sum;
+            const QuantScale own = quant_scale(bits);
+            scale[n] = __shfl_sync(~0u, own.scale, 8 * q);
+            int sub[8];  // sums over 16 of this lane's half, four values of each so far
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const QuantWord w = quantize4(v[i], own.inverse);
+                const uint32_t other = __shfl_xor_sync(~0u, low ? w.hi : w.lo, 4);
+                frag[n][i] = low ? other : w.hi;      // steps 0-3
+                frag[n][8 + i] = low ? w.lo : other;  // steps 4-7
+                sub[i] = w.sum;
+            }
+            pack_sums(n, sub, q, low);
+        }
+    }
+
+private:
+    __device__ __forceinline__ void pack_sums(int n, int (&sub)[8], int q, bool low) {
+        constexpr bool kSIX = TYPE == kNEXTN_Q6_K;
+        constexpr int kOWN = kSIX ? 8 : 4;
+#pragma unroll
+        for (int i = 0; i < kOWN; ++i) {
+            if (!kSIX) sub[i] = sub[2 * i] + sub[2 * i + 1];
+            sub[i] += __shfl_xor_sync(~0u, sub[i], 1);
+            sub[i] += __shfl_xor_sync(~0u, sub[i], 2);
+        }
+        // this lane needs 4 sums: of the half that it or its partner (lane ^ 4) has
+        const bool upper = kSIX ? q & 2 : q & 1;
+        int need[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int mine = kSIX && (q & 1) ? sub[4 % kOWN + i] : sub[i];
+            const int theirs = __shfl_xor_sync(~0u, mine, 4);
+            need[i] = upper == low ? mine : theirs;
+        }
+        if constexpr (kSIX) {
+            OffsetDigits d[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[i] = offset_digits(need[i], low);
+            sums[n] = make_uint2(pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first),
+                                 pack_bytes(d[0].second, d[1].second, d[2].second, d[3].second));
+        } else {
+            MinDigit d[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) d[i] = min_digit(need[i], low);
+            const uint32_t rest = pack_bytes(d[0].rest, d[1].rest, d[2].rest, d[3].rest);
+            sums[n] = make_uint2(q < 2 ? pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first) : rest, rest);
+        }
+    }
+};
+
+}  // namespace nextn
