@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from engines.errors import NextnError, ResourceError, UsageError
-from runtime.model_cache import default_cache_dir, exported_folder
+from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import BACKENDS, DRAFT_N_DEFAULT, SPEC_TYPES, Session, SpecOptions, open_session
 
@@ -35,11 +35,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "model", type=Path, metavar="MODEL", help=".gguf file (exported on first use) or exported folder"
     )
     group = parser.add_argument_group("model")
-    group.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="tokens of prompt and text; 0: all")
+    group.add_argument(
+        "-c", "--ctx-size", type=int, default=0, metavar="N", help="most tokens of prompt and text; 0: the model's"
+    )
     group.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="0: one per core")
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes (auto: what MODEL is for)")
     group.add_argument(
-        "--cache-dir", type=Path, metavar="DIR", help=f"where exports of .gguf files are kept ({default_cache_dir()})"
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where exports of .gguf files are kept (default: $XDG_CACHE_HOME/nextn-trt, else ~/.cache/nextn-trt)",
     )
 
 

@@ -172,6 +172,10 @@ def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines]:
         raise UsageError(f"--backend {asked}: wanted one of {', '.join(BACKENDS)}")
     chosen = manifest.target if asked == "auto" else asked
     if chosen == "onnxruntime":
+        if manifest.target != chosen:
+            raise EngineError(
+                f"{manifest.model_name} was exported for {manifest.target}; export it with --target onnxruntime"
+            )
         if importlib.util.find_spec("onnxruntime") is None:
             raise EngineError("onnxruntime is not installed; pip install onnxruntime (needs Python 3.11 or newer)")
         from runtime.engine_onnxruntime import open_engines
