@@ -6,6 +6,7 @@ A controller never changes the text, only its speed. It sees no clock: the loop 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import deque
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ class Round:
 class Controller(Protocol):
     """Chooses draft_n before each round and hears how the round went."""
 
+    def begin(self) -> None:
+        """A new sequence starts; the head is level with the trunk."""
+
     def draft_n(self, limit: int) -> int:
         """Drafts for the next round, 0..limit; limit >= 0 is what budget, context and engine allow."""
 
@@ -57,6 +61,9 @@ class FixedDraft:
         if n < 0:
             raise UsageError(f"the number of drafts must be 0 (no drafting) or more, got {n}")
         self._n = n
+
+    def begin(self) -> None:
+        """Nothing to forget."""
 
     def draft_n(self, limit: int) -> int:
         return min(self._n, limit)
@@ -75,7 +82,9 @@ class AdaptiveDraft:
     Other depths are tried now and then: all of them but the best while drafting is on, a drafting round while it is
     off. Trials are paid from an allowance: it earns a share of the time spent, a trial is charged what it lost against
     the best depth known, and one is made only when the allowance covers its expected loss (while off: every draft
-    refused). A trial that gains time refills it, so a head that has become good is back on within a few rounds.
+    refused). A trial that gains time refills it, so a head that has become good is back on within a few rounds. What
+    the head takes to catch up after a pause is charged, too: the dearer, the longer to the next trial. A new sequence
+    has nothing to catch up and a text of its own, so it starts with a trial's allowance.
     """
 
     def __init__(self, max_n: int) -> None:
@@ -92,6 +101,9 @@ class AdaptiveDraft:
         self._allowance_ms = 0.0
         self._best_ms_per_token = 0.0  # at the last choice; 0 before there was one
         self._is_trial = False
+
+    def begin(self) -> None:
+        self._allowance_ms = math.inf  # cut to the price of one trial at the next choice
 
     def draft_n(self, limit: int) -> int:
         limit = min(limit, self._max_n)

@@ -121,6 +121,7 @@ def generate(
         stats.finish_reason = "length"
         return
 
+    controller.begin()
     block = [chosen]
     while True:
         ended = block[-1] in end_token_ids

@@ -107,6 +107,22 @@ def test_off_costs_little_and_on_comes_back() -> None:
         assert outcome.total_ms < 1.015 * 2000 + 2000 / 2.0
 
 
+def test_a_new_sequence_gives_an_idle_head_a_chance() -> None:
+    """Even where catching up is so dear that trials within a sequence have all but ended."""
+    dear = Machine(0.03, 0.15, 0.1)
+    again = []
+    for seed in range(16):
+        controller = AdaptiveDraft(3)
+        off = simulate(controller, dear, lambda _: 0.0, 1000, seed)
+        assert sum(n > 0 for n in off.used[500:]) <= 2
+        controller.begin()
+        assert controller.draft_n(8) > 0
+        controller.observe(Round(1, 1, 2, 0.35, 1.03))
+        again.append(simulate(controller, dear, lambda _: 0.9, 300, seed).total_ms)
+    assert np.median(again) < 220
+    assert max(again) < 310
+
+
 def test_one_slow_pass_does_not_decide() -> None:
     for seed in range(8):
         outcome = simulate(AdaptiveDraft(3), MACHINES["gpu"], lambda _: 0.9, 1000, seed, slow_rounds=0.03)

@@ -19,27 +19,23 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2]
 END = 7
 
 
-class RandomDraft:
+class RandomDraft(FixedDraft):
     """Another draft_n every round."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__(0)
         self._random = np.random.default_rng(seed)
 
     def draft_n(self, limit: int) -> int:
         return int(self._random.integers(0, limit + 1))
 
-    def observe(self, done: Round) -> None: ...
 
+class Recorded(FixedDraft):
+    """Keeps the rounds it is told of."""
 
-class Recorded:
-    """A controller that keeps the rounds it is told of."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
         self.rounds: list[Round] = []
-
-    def draft_n(self, limit: int) -> int:
-        return self._inner.draft_n(limit)
 
     def observe(self, done: Round) -> None:
         self.rounds.append(done)
@@ -153,7 +149,7 @@ def test_a_wrong_head_costs_a_draft_each_round_and_gains_nothing() -> None:
 
 
 def test_rounds_are_reported_and_add_up() -> None:
-    controller = Recorded(FixedDraft(3))
+    controller = Recorded(3)
     ticks = iter(range(10**6))
     _, stats = run(ToyTrunk(), ToyHead(TWISTS["half right"]), controller=controller, clock=lambda: float(next(ticks)))
     assert sum(r.draft_n for r in controller.rounds) == stats.draft_n == sum(stats.offered)
@@ -168,7 +164,7 @@ def test_rounds_are_reported_and_add_up() -> None:
 def test_counting_matches_a_loop_that_never_clips() -> None:
     """Up to a given number of tokens the rounds are those of a loop that drafts k every round."""
     k, wanted = 3, 30
-    controller = Recorded(FixedDraft(k))
+    controller = Recorded(k)
     text, _ = run(ToyTrunk(), ToyHead(TWISTS["half right"]), controller=controller, max_tokens=wanted + k)
     emitted, drafted, accepted = 1, 0, 0
     for done in controller.rounds:
@@ -216,17 +212,15 @@ def test_no_tokens_asked_for() -> None:
 
 
 def test_drafting_resumes_after_a_pause_with_every_row_caught_up() -> None:
-    class Pausing:
+    class Pausing(FixedDraft):
         rounds = 0
 
         def draft_n(self, limit: int) -> int:
             self.rounds += 1
-            return 0 if 3 <= self.rounds < 20 else min(2, limit)
-
-        def observe(self, done: Round) -> None: ...
+            return 0 if 3 <= self.rounds < 20 else super().draft_n(limit)
 
     head = ToyHead(prefill_chunk=5)
-    got, stats = run(ToyTrunk(), head, controller=Pausing())
+    got, stats = run(ToyTrunk(), head, controller=Pausing(2))
     assert got == plain_decode(PROMPT, greedy, -1, (), 64)[0]
     assert stats.acceptance_rate == 1.0
     head.check_rows(PROMPT + got)
