@@ -145,7 +145,6 @@ def generate(
         trunk.commit(len(block))
         verified = clock()
         head.take(block, result.hidden[: len(block)])
-
         done = Round(n, n_accept, n_rows, 1000.0 * (drafted - began), 1000.0 * (verified - drafted))
         stats.count(done)
         controller.observe(done)
