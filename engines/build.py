@@ -1,0 +1,269 @@
+"""`python -m engines.build DIR|MODEL.gguf`: TensorRT engines of an exported model. Needs no GPU.
+
+A .gguf is first exported into -o. Engines, and `engines.json` with all that the runtime needs, are put into the
+exported folder; what is already there and made from the same things is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import onnx
+from tqdm import tqdm
+
+from engines.engine_manifest import (
+    ENGINES_NAME,
+    Engine,
+    EngineManifest,
+    EngineOptions,
+    Profile,
+    WeightPlace,
+    load_engine_manifest,
+    pool_size,
+)
+from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
+from engines.network import Progress, bindings, build_engine, fix_sizes
+from export.weight_inputs import external_weights
+from plugins.load import library_digest, load_plugins, prepare_parser, tensorrt
+from plugins.ops import MAX_DECODE_T
+
+ROLES = ("trunk", "draft")
+DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=512, embed_weights=False)
+# Part of every build key: raise it when the same inputs would give other engines.
+_BUILDER_VERSION = 1
+
+
+def build_engines(
+    folder: Path,
+    options: EngineOptions = DEFAULT_OPTIONS,
+    *,
+    library: Path | None = None,
+    progress: Progress = lambda phase, fraction: None,
+    layers: Callable[[str, list[str]], None] | None = None,
+) -> tuple[EngineManifest, bool]:
+    """Build the engines of an exported ``folder``; their manifest, and whether anything was built.
+
+    library: the plugin library (default: see `plugins.load`). layers: told each role's layer listing, which is only
+    there when something is built. Raises UsageError (options), EngineError, ResourceError."""
+    manifest = load_manifest(folder)
+    options = _checked(options, manifest, folder)
+    trt = tensorrt()
+    digest = library_digest(load_plugins(library))
+    models = {role: manifest.file(folder, role) for role in ROLES if role in manifest.files}
+    key = _build_key(models, options, manifest, f"{trt.name} {trt.version}", digest)
+    kept = _kept(folder, key)
+    if kept is not None:
+        return kept, False
+    prepare_parser()
+    made: dict[str, Engine] = {}
+    weights: dict[str, WeightPlace] = {}
+    try:
+        for role, path in models.items():
+            model = onnx.load(str(path), load_external_data=False)
+            listing: list[str] | None = [] if layers else None
+            made[role] = _build_role(role, model, path, folder, options, manifest, progress, listing)
+            weights.update(_places(model))
+            if layers and listing is not None:
+                layers(role, listing)
+        # Old engines are not described while they are being replaced.
+        (folder / ENGINES_NAME).unlink(missing_ok=True)
+        for engine in made.values():
+            os.replace(_part(folder / engine.file), folder / engine.file)
+    except OSError as error:
+        raise ResourceError(f"{folder}: cannot write engines ({error.strerror or error}); free space") from error
+    finally:
+        for role in models:
+            _part(folder / f"{role}.engine").unlink(missing_ok=True)
+    result = EngineManifest(
+        build_key=key,
+        content_key=manifest.content_key,
+        tensorrt=trt.name,
+        tensorrt_version=trt.version,
+        plugins=digest,
+        options=options,
+        engines=made,
+        weights=weights,
+    )
+    result.save(folder)
+    return result, True
+
+
+def _build_role(
+    role: str,
+    model: onnx.ModelProto,
+    path: Path,
+    folder: Path,
+    options: EngineOptions,
+    manifest: Manifest,
+    progress: Progress,
+    listing: list[str] | None,
+) -> Engine:
+    fixed = fix_sizes(model, {"P": pool_size(manifest.geometry, options.max_rows), "L": options.context})
+    profiles = _profiles(role, options)
+    inputs, outputs = bindings(fixed)
+    file = folder / f"{role}.engine"
+    nbytes, digest = build_engine(
+        tensorrt(),
+        fixed,
+        path,
+        profiles,
+        _part(file),
+        embed_weights=options.embed_weights,
+        progress=lambda phase, fraction: progress(f"{role}: {phase}", fraction),
+        layers=listing,
+    )
+    weights = () if options.embed_weights else tuple(each.name for each in external_weights(model))
+    return Engine(file.name, nbytes, digest, inputs, outputs, profiles, weights)
+
+
+def _profiles(role: str, options: EngineOptions) -> tuple[Profile, ...]:
+    """Decode and verify, where the trunk gives logits of every row and the head of one; prefill, one row."""
+    rows = options.max_rows if role == "trunk" else 1
+    return Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, 1)
+
+
+def _checked(options: EngineOptions, manifest: Manifest, folder: Path) -> EngineOptions:
+    if manifest.target != "tensorrt":
+        raise EngineError(
+            f"{folder}: exported for {manifest.target}; export with `python -m export --target tensorrt`, or give the "
+            ".gguf to `python -m engines.build`"
+        )
+    limit = manifest.geometry.context_length
+    for name, value, low, high in (
+        ("--max-draft", options.max_rows - 1, 0, MAX_DECODE_T - 1),
+        ("--context", options.context, 1, limit),
+        ("--prefill-chunk", options.prefill_chunk, 1, 1 << 16),
+    ):
+        if not low <= value <= high:
+            raise UsageError(f"{name} {value}: wanted {low} to {high}")
+    if options.context < options.max_rows:
+        raise UsageError(f"--context {options.context}: wanted at least --max-draft + 1 = {options.max_rows}")
+    return replace(options, prefill_chunk=min(options.prefill_chunk, options.context))
+
+
+def _build_key(
+    models: dict[str, Path], options: EngineOptions, manifest: Manifest, tensorrt_id: str, plugins: str
+) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    facts = [_BUILDER_VERSION, asdict(options), manifest.content_key, tensorrt_id, plugins, sorted(models)]
+    digest.update(json.dumps(facts).encode())
+    for role in sorted(models):
+        digest.update(models[role].read_bytes())
+    return digest.hexdigest()
+
+
+def _kept(folder: Path, key: str) -> EngineManifest | None:
+    """The manifest of engines that are whole and were made from the same things."""
+    try:
+        manifest = load_engine_manifest(folder)
+        for role in manifest.engines:
+            manifest.file(folder, role)
+    except EngineError:  # not there, or not usable: to be built
+        return None
+    return manifest if manifest.build_key == key else None
+
+
+def _places(model: onnx.ModelProto) -> dict[str, WeightPlace]:
+    places = {}
+    for tensor in external_weights(model):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        places[tensor.name] = WeightPlace(
+            entries["location"], int(entries["offset"]), int(entries["length"]), tuple(tensor.dims)
+        )
+    return places
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _exported(model: Path, output: Path | None, draft: bool) -> Path:
+    """The exported folder: ``model`` itself, or ``output`` with the .gguf exported into it unless it is that."""
+    if model.is_dir():
+        if output is not None and output.resolve() != model.resolve():
+            raise UsageError(f"{model}: is an exported folder, whose engines go into it; leave -o out")
+        return model
+    if output is None:
+        raise UsageError(f"{model}: with a .gguf, give the folder for the export and the engines: -o DIR")
+    from export.config import load_config
+    from export.exporter import count_weights, export_model
+    from export.gguf_file import GGUFFile
+
+    file = GGUFFile.open(model)
+    if (output / MANIFEST_NAME).is_file():
+        found = load_manifest(output)
+        if (found.content_key, found.target, found.has_draft) == (file.content_key(), "tensorrt", draft):
+            return output
+    total = count_weights(file, load_config(file, draft=draft))
+    with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None) as bar:
+        manifest = export_model(model, output, draft=draft, target="tensorrt", progress=bar.update)
+    for note in manifest.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return output
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = DEFAULT_OPTIONS
+    parser = argparse.ArgumentParser(prog="python -m engines.build", description="Build TensorRT engines of a model.")
+    parser.add_argument("model", type=Path, metavar="DIR|MODEL.gguf", help="an export for TensorRT, or a .gguf")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="with a .gguf: the folder to make")
+    parser.add_argument(
+        "--max-draft", type=int, default=defaults.max_rows - 1, metavar="N", help="longest draft (default %(default)s)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=defaults.context, metavar="N", help="KV rows, tokens (default %(default)s)"
+    )
+    parser.add_argument(
+        "--prefill-chunk", type=int, default=defaults.prefill_chunk, metavar="N", help="(default %(default)s)"
+    )
+    parser.add_argument(
+        "--embed-weights", action="store_true", help="put the weights into the engines, for tools that know no inputs"
+    )
+    parser.add_argument("--no-draft", action="store_true", help="with a .gguf: leave the NextN draft head out")
+    parser.add_argument(
+        "--plugins", type=Path, metavar="LIB.so", help="the plugin library (default: the one built here)"
+    )
+    parser.add_argument("--layers", action="store_true", help="print every layer of what is built")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    options = EngineOptions(given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights)
+
+    def show(role: str, listing: list[str]) -> None:
+        for line in listing:
+            print(f"{role}: {line}")
+
+    try:
+        folder = _exported(given.model, given.output, not given.no_draft)
+        with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
+
+            def progress(phase: str, fraction: float) -> None:
+                bar.set_description_str(f"{phase} ", refresh=False)
+                bar.n = fraction
+                bar.refresh()
+
+            manifest, built = build_engines(
+                folder, options, library=given.plugins, progress=progress, layers=show if given.layers else None
+            )
+    except NextnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for role, engine in manifest.engines.items():
+        state = "built" if built else "up to date"
+        print(f"{folder / engine.file}: {role}, {engine.nbytes / 1e6:.1f} MB, {state}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

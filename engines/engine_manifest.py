@@ -1,0 +1,155 @@
+"""What `engines.build` leaves beside an exported model: `engines.json`, all that the runtime needs to know of engines.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.errors import EngineError
+from engines.manifest import Geometry
+
+ENGINES_NAME = "engines.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine can do. max_rows: tokens of a decode or verify pass, draft_n + 1; context: KV rows;
+    prefill_chunk: tokens of a prefill pass; embed_weights: the weights are inside, not inputs."""
+
+    max_rows: int
+    context: int
+    prefill_chunk: int
+    embed_weights: bool
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An input or output. ``shape``: numbers, or T (tokens of a pass) and R (rows that get logits).
+    ``alias``: of an output, the input to whose address it must be bound."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    alias: str = ""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Limits of one optimisation profile, in the engine's order."""
+
+    name: str
+    max_tokens: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine file: its size and content hash, its bindings, and the names of the weights it takes as inputs."""
+
+    file: str
+    nbytes: int
+    digest: str
+    inputs: tuple[Binding, ...]
+    outputs: tuple[Binding, ...]
+    profiles: tuple[Profile, ...]
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightPlace:
+    """Where the bytes of a weight lie, int8 of ``shape``; ``file`` in the exported folder."""
+
+    file: str
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineManifest:
+    """``build_key`` names everything the engines were made from; ``plugins``: digest of the plugin library."""
+
+    build_key: str
+    content_key: str
+    tensorrt: str
+    tensorrt_version: str
+    plugins: str
+    options: EngineOptions
+    engines: dict[str, Engine]
+    weights: dict[str, WeightPlace]
+    format_version: int = FORMAT_VERSION
+
+    def save(self, folder: Path) -> None:
+        """Write `engines.json` whole or not at all."""
+        temporary = folder / (ENGINES_NAME + ".part")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / ENGINES_NAME)
+
+    def file(self, folder: Path, role: str) -> Path:
+        """Path of an engine. Raises EngineError when it is missing or of another size."""
+        if role not in self.engines:
+            raise EngineError(f"{folder}: has no {role!r} engine (has {', '.join(sorted(self.engines))})")
+        engine = self.engines[role]
+        path = folder / engine.file
+        found = path.stat().st_size if path.is_file() else None
+        if path.parent != folder or found != engine.nbytes:
+            raise EngineError(
+                f"{path}: {'missing' if found is None else f'{found} bytes'}, {ENGINES_NAME} says {engine.nbytes} "
+                "bytes; run `python -m engines.build` again"
+            )
+        return path
+
+
+def load_engine_manifest(folder: Path) -> EngineManifest:
+    """Read `engines.json`. Raises EngineError naming what is wrong with it."""
+    path = folder / ENGINES_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineError(f"{folder}: no {ENGINES_NAME}; build engines with `python -m engines.build`") from None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: unreadable ({error}); run `python -m engines.build` again") from None
+    found = raw.get("format_version") if isinstance(raw, dict) else None
+    if found != FORMAT_VERSION:
+        raise EngineError(f"{path}: format {found!r}, wanted {FORMAT_VERSION}; run `python -m engines.build` again")
+    try:
+        return EngineManifest(
+            **{key: raw[key] for key in ("build_key", "content_key", "tensorrt", "tensorrt_version", "plugins")},
+            options=EngineOptions(**raw["options"]),
+            engines={role: _engine(entry) for role, entry in raw["engines"].items()},
+            weights={
+                name: WeightPlace(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in raw["weights"].items()
+            },
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"{path}: incomplete ({error}); run `python -m engines.build` again") from None
+
+
+def pool_size(geometry: Geometry, max_rows: int) -> int:
+    """Float32 values of one layer's Gated DeltaNet pool with a slot per row of a verify pass."""
+    state = geometry.gdn_v_heads * geometry.gdn_head_dim**2
+    window = (geometry.conv_kernel - 1) * geometry.conv_channels
+    return max_rows * (state + window)
+
+
+def _engine(raw: dict[str, Any]) -> Engine:
+    def bindings(entries: list[dict[str, Any]]) -> tuple[Binding, ...]:
+        return tuple(Binding(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries)
+
+    return Engine(
+        **{key: raw[key] for key in ("file", "nbytes", "digest")},
+        inputs=bindings(raw["inputs"]),
+        outputs=bindings(raw["outputs"]),
+        profiles=tuple(Profile(**entry) for entry in raw["profiles"]),
+        weights=tuple(raw["weights"]),
+    )

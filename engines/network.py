@@ -1,0 +1,195 @@
+"""A model in TensorRT form -> engine file: input shapes, profiles, import, build. Needs no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+from engines.engine_manifest import Binding, Profile
+from engines.errors import EngineError, ResourceError
+from export.rtx16_dialect import to_rtx16
+from export.weight_inputs import weights_as_inputs
+from plugins import ops
+from plugins.load import TensorRT
+
+_DTYPES: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.INT32: "int32"}
+Progress = Callable[[str, float], None]
+
+
+def fix_sizes(model: onnx.ModelProto, sizes: dict[str, int]) -> onnx.ModelProto:
+    """A copy of ``model`` with named dimensions of its inputs and outputs (P, L) replaced by numbers."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    del changed.graph.value_info[:]  # may name the same dimensions, and TensorRT infers shapes itself
+    for value in (*changed.graph.input, *changed.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    return changed
+
+
+def bindings(model: onnx.ModelProto) -> tuple[tuple[Binding, ...], tuple[Binding, ...]]:
+    """Inputs and outputs of a model in TensorRT form, weights left out."""
+    aliases = {}
+    for node in model.graph.node:
+        if node.domain == ops.DOMAIN:
+            op = ops.OPS[node.op_type]
+            for index, name in enumerate(node.output):
+                if op.alias_of(index) >= 0:
+                    aliases[name] = node.input[op.alias_of(index)]
+
+    def binding(value: onnx.ValueInfoProto) -> Binding:
+        kind = value.type.tensor_type
+        shape = tuple(dim.dim_param or dim.dim_value for dim in kind.shape.dim)
+        return Binding(value.name, _DTYPES[kind.elem_type], shape, aliases.get(value.name, ""))
+
+    return tuple(map(binding, model.graph.input)), tuple(map(binding, model.graph.output))
+
+
+def build_engine(
+    trt: TensorRT,
+    model: onnx.ModelProto,
+    model_path: Path,
+    profiles: Sequence[Profile],
+    engine_path: Path,
+    *,
+    embed_weights: bool,
+    progress: Progress = lambda phase, fraction: None,
+    layers: list[str] | None = None,
+) -> tuple[int, str]:
+    """Build ``model`` (sizes fixed) into ``engine_path``; its size in bytes and content hash.
+
+    model_path: beside it lies the external data. progress is told the phase and how much of it is done. layers: takes
+    the engine's layer listing, a line each. The plugins must be loaded. Raises EngineError, ResourceError (disk,
+    memory)."""
+    if not embed_weights:
+        model = weights_as_inputs(model)
+    if not trt.imports_by_name:
+        model = to_rtx16(model)
+    logger = _logger(trt.module)
+    builder = trt.module.Builder(logger)
+    network = builder.create_network(1 << int(trt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.module.OnnxParser(network, logger)
+    if not parser.parse(model.SerializeToString(), str(model_path)):
+        errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+        raise EngineError(f"{model_path}: {trt.name} {trt.version} cannot import it: {errors or logger.first_error()}")
+    config = _config(trt.module, builder, network, profiles, progress)
+    writer = _Writer(engine_path)
+    with writer:
+        done = builder.build_serialized_network_to_stream(network, config, writer.stream(trt.module))
+    if writer.error is not None:
+        raise ResourceError(f"{engine_path}: cannot be written ({writer.error.strerror}); free space") from writer.error
+    if not done:
+        raise EngineError(f"{model_path}: {trt.name} {trt.version} builds no engine: {logger.first_error()}")
+    if layers is not None:
+        layers.extend(logger.layers())
+    return writer.nbytes, writer.digest.hexdigest()
+
+
+def _config(module: Any, builder: Any, network: Any, profiles: Sequence[Profile], progress: Progress) -> Any:
+    config = builder.create_builder_config()
+    config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    config.max_aux_streams = 0  # one stream: a pass is captured as a CUDA graph, and its kernels overlap by themselves
+    if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # no allocation while a pass is being captured
+        config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    config.progress_monitor = _monitor(module, progress)
+    for limits in profiles:
+        profile = builder.create_optimization_profile()
+        for index in range(network.num_inputs):
+            tensor = network.get_input(index)
+            if -1 not in tensor.shape:
+                continue
+            largest = limits.max_rows if tensor.name == "rows" else limits.max_tokens
+            shapes = [tuple(size if dim == -1 else dim for dim in tensor.shape) for size in (1, largest, largest)]
+            profile.set_shape(tensor.name, *shapes)
+        config.add_optimization_profile(profile)
+    return config
+
+
+class _Writer:
+    """The engine's file. An error while writing is kept: it must not cross TensorRT's frames."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.nbytes = path, 0
+        self.digest = hashlib.blake2b(digest_size=20)
+        self.error: OSError | None = None
+
+    def __enter__(self) -> None:
+        self._file = open(self.path, "wb")
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self.error = self.error or error
+
+    def write(self, data: bytes) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            return 0
+        self.digest.update(data)
+        self.nbytes += len(data)
+        return len(data)
+
+    def stream(self, module: Any) -> Any:
+        writer = self
+
+        class Stream(module.IStreamWriter):
+            def __init__(self) -> None:
+                module.IStreamWriter.__init__(self)
+
+            def write(self, data: bytes) -> int:
+                return writer.write(data)
+
+        return Stream()
+
+
+def _logger(module: Any) -> Any:
+    class Logger(module.ILogger):
+        """Keeps errors, and the layer listing, which comes as one message of level verbose."""
+
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            self._errors: list[str] = []
+            self._listing = ""
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= module.ILogger.Severity.ERROR:
+                self._errors.append(message)
+            elif message.startswith("Engine Layer Information"):
+                self._listing = message
+
+        def first_error(self) -> str:
+            return self._errors[0] if self._errors else "no reason given"
+
+        def layers(self) -> list[str]:
+            return [line for line in self._listing.splitlines() if line.startswith("Layer(")]
+
+    return Logger()
+
+
+def _monitor(module: Any, progress: Progress) -> Any:
+    class Monitor(module.IProgressMonitor):
+        def __init__(self) -> None:
+            module.IProgressMonitor.__init__(self)
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            self._steps[name] = max(1, steps)
+            progress(name, 0.0)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            progress(name, min(1.0, (step + 1) / self._steps[name]))
+            return True
+
+        def phase_finish(self, name: str) -> None:
+            progress(name, 1.0)
+
+    return Monitor()

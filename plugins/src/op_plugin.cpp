@@ -1,0 +1,121 @@
+#include "op_plugin.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <new>
+
+#include "export.h"
+
+namespace nextn {
+
+void report(char const* op, std::string const& message) {
+    std::fprintf(stderr, "nextn plugins: %s: %s\n", op, message.c_str());
+}
+
+OpPlugin* OpPlugin::create(OpInfo const& info, Attributes attributes, std::optional<std::string> rule) {
+    try {
+        std::string error;
+        std::unique_ptr<Op> op = info.make(attributes, &error);
+        if (op) return new OpPlugin(info, std::move(attributes), std::move(rule), std::move(op));
+        report(info.name, error);
+    } catch (std::exception const& e) {
+        report(info.name, e.what());
+    }
+    return nullptr;
+}
+
+OpPlugin::OpPlugin(OpInfo const& info, Attributes attributes, std::optional<std::string> rule, std::unique_ptr<Op> op)
+    : mInfo(info), mAttributes(std::move(attributes)), mRule(std::move(rule)), mOp(std::move(op)),
+      mTypes(mOp->types()) {
+    if (mRule) {
+        auto const length = static_cast<int32_t>(mRule->size() + 1);
+        mFields = {{kCARRIER_FIELD, mRule->c_str(), nvinfer1::PluginFieldType::kCHAR, length}};
+    } else {
+        mFields = mAttributes.fields();
+    }
+    mCollection = {static_cast<int32_t>(mFields.size()), mFields.data()};
+}
+
+nvinfer1::IPluginCapability* OpPlugin::getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept {
+    switch (type) {
+        case nvinfer1::PluginCapabilityType::kCORE: return static_cast<nvinfer1::IPluginV3OneCore*>(this);
+        case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<nvinfer1::IPluginV3OneBuildV2*>(this);
+        case nvinfer1::PluginCapabilityType::kRUNTIME: return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+    }
+    return nullptr;
+}
+
+nvinfer1::IPluginV3* OpPlugin::clone() noexcept { return create(mInfo, mAttributes, mRule); }
+
+bool OpPlugin::fits(std::vector<nvinfer1::Dims> const& inputs) const {
+    std::string const error = mOp->refuse(inputs);
+    if (!error.empty()) report(mInfo.name, error);
+    return error.empty();
+}
+
+int32_t OpPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t nIn, DynamicPluginTensorDesc const*,
+                                  int32_t) noexcept {
+    if (nIn < numInputs()) {
+        report(mInfo.name, std::to_string(nIn) + " inputs, wanted " + std::to_string(numInputs()));
+        return 1;
+    }
+    std::vector<nvinfer1::Dims> dims;
+    for (int32_t i = 0; i < numInputs(); ++i) dims.push_back(in[i].desc.dims);
+    return fits(dims) ? 0 : 1;
+}
+
+int32_t OpPlugin::getNbOutputs() const noexcept { return mRule ? kCARRIER_OUTPUTS : numOutputs(); }
+
+// Outputs past the op's own exist for the carrier's sake: one value that nobody reads or writes.
+int32_t OpPlugin::getOutputDataTypes(DataType* out, int32_t nOut, DataType const*, int32_t) const noexcept {
+    for (int32_t i = 0; i < nOut; ++i) out[i] = i < numOutputs() ? mTypes.outputs[i] : DataType::kFLOAT;
+    return 0;
+}
+
+int32_t OpPlugin::getOutputShapes(DimsExprs const* in, int32_t nIn, DimsExprs const*, int32_t, DimsExprs* out,
+                                  int32_t nOut, IExprBuilder& builder) noexcept {
+    if (nIn < numInputs()) return 1;
+    for (int32_t i = 0; i < nOut; ++i)
+        out[i] = i < numOutputs() ? mOp->outputShape(i, in, builder) : exprs({builder.constant(1)});
+    return 0;
+}
+
+bool OpPlugin::supportsFormatCombination(int32_t pos, DynamicPluginTensorDesc const* inOut, int32_t nIn,
+                                         int32_t) noexcept {
+    PluginTensorDesc const& tensor = inOut[pos].desc;
+    if (tensor.format != nvinfer1::TensorFormat::kLINEAR) return false;
+    if (pos < nIn) return pos >= numInputs() || tensor.type == mTypes.inputs[pos];
+    int32_t const output = pos - nIn;
+    return tensor.type == (output < numOutputs() ? mTypes.outputs[output] : DataType::kFLOAT);
+}
+
+size_t OpPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* in, int32_t nIn, DynamicPluginTensorDesc const*,
+                                  int32_t) const noexcept {
+    if (nIn < numInputs()) return 0;
+    std::vector<nvinfer1::Dims> dims;
+    for (int32_t i = 0; i < numInputs(); ++i) dims.push_back(in[i].max);
+    // T is the first input's first dimension in every op; short passes use another plan than long ones.
+    auto const tokens = static_cast<int32_t>(dims[0].d[0]);
+    return std::max(mOp->workspace(dims, tokens), mOp->workspace(dims, std::min(tokens, NEXTN_MAX_DECODE_T)));
+}
+
+int32_t OpPlugin::getAliasedInput(int32_t output) noexcept { return output < numOutputs() ? mOp->alias(output) : -1; }
+
+int32_t OpPlugin::onShapeChange(PluginTensorDesc const* in, int32_t nIn, PluginTensorDesc const*, int32_t) noexcept {
+    if (nIn < numInputs()) return 1;
+    std::vector<nvinfer1::Dims> dims;
+    for (int32_t i = 0; i < numInputs(); ++i) dims.push_back(in[i].dims);
+    return fits(dims) ? 0 : 1;
+}
+
+int32_t OpPlugin::enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const*, void const* const* in,
+                          void* const* out, void* workspace, cudaStream_t stream) noexcept {
+    cudaError_t const status = mOp->enqueue(inDesc, in, out, workspace, stream);
+    if (status != cudaSuccess) report(mInfo.name, "launch failed: CUDA error " + std::to_string(status));
+    return status;
+}
+
+nvinfer1::PluginFieldCollection const* OpPlugin::getFieldsToSerialize() noexcept { return &mCollection; }
+
+}  // namespace nextn

@@ -1,0 +1,51 @@
+// RopeTables: cos and sin of consecutive positions, the first of them read from the device.
+#include "attention.h"
+#include "op.h"
+
+namespace nextn {
+namespace {
+
+constexpr int32_t kIN_TOKENS = 0, kIN_POSITION = 1, kIN_INV_FREQ = 2, kOUT_COS = 0, kOUT_SIN = 1;
+
+class RopeTables final : public Op {
+public:
+    explicit RopeTables(Attributes const& a) : mFactor(a.number("factor")) {}
+
+    TensorTypes types() const override {
+        return {{DataType::kINT32, DataType::kINT32, DataType::kINT64}, {DataType::kFLOAT, DataType::kFLOAT}};
+    }
+
+    std::string refuse(std::vector<nvinfer1::Dims> const& in) const override {
+        std::string error = shapeMismatch("tokens", in[kIN_TOKENS], {-1});
+        if (error.empty()) error = shapeMismatch("position", in[kIN_POSITION], {1});
+        return error.empty() ? shapeMismatch("inv_freq", in[kIN_INV_FREQ], {-1}) : error;
+    }
+
+    DimsExprs outputShape(int32_t, DimsExprs const* in, IExprBuilder&) const override {
+        return exprs({in[kIN_TOKENS].d[0], in[kIN_INV_FREQ].d[0]});
+    }
+
+    cudaError_t enqueue(PluginTensorDesc const* desc, void const* const* in, void* const* out, void*,
+                        cudaStream_t stream) const override {
+        return nextn_rope_rows(static_cast<int32_t const*>(in[kIN_POSITION]),
+                               static_cast<int32_t>(desc[kIN_TOKENS].dims.d[0]),
+                               static_cast<double const*>(in[kIN_INV_FREQ]),
+                               static_cast<int32_t>(desc[kIN_INV_FREQ].dims.d[0]), mFactor,
+                               static_cast<float*>(out[kOUT_COS]), static_cast<float*>(out[kOUT_SIN]), kLAUNCH_FLAGS,
+                               stream);
+    }
+
+private:
+    float mFactor;
+};
+
+std::unique_ptr<Op> make(Attributes const& attributes, std::string*) { return std::make_unique<RopeTables>(attributes); }
+
+}  // namespace
+
+OpInfo const& ropeTablesInfo() {
+    static OpInfo const info = {"RopeTables", {{"factor", AttributeKind::kFLOAT}}, make};
+    return info;
+}
+
+}  // namespace nextn

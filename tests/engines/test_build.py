@@ -1,0 +1,183 @@
+"""Engines of tiny models, built without a GPU: our plugins are in them, and they are rebuilt when needed, not else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines import build, network
+from engines.build import build_engines, main
+from engines.engine_manifest import ENGINES_NAME, EngineOptions, load_engine_manifest, pool_size
+from engines.errors import EngineError, ResourceError, UsageError
+from engines.manifest import load_manifest
+from export.exporter import export_model
+
+Tiny = Callable[[str], Path]
+OPTIONS = EngineOptions(max_rows=4, context=128, prefill_chunk=32, embed_weights=False)
+SMALL = ["--max-draft", "3", "--context", "128", "--prefill-chunk", "32"]
+
+
+@pytest.fixture
+def folder(tiny: Tiny, tmp_path: Path) -> Path:
+    export_model(tiny("q4_k_m"), tmp_path / "x", target="tensorrt")
+    return tmp_path / "x"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_rows": 0}, "--max-draft -1: wanted 0 to 7"),
+        ({"max_rows": 9}, "--max-draft 8: wanted 0 to 7"),
+        ({"context": 0}, "--context 0: wanted 1 to 4096"),
+        ({"context": 4097}, "--context 4097: wanted 1 to 4096"),
+        ({"context": 3}, "--context 3: wanted at least --max-draft . 1 = 4"),
+        ({"prefill_chunk": 0}, "--prefill-chunk 0: wanted 1 to"),
+    ],
+)
+def test_options_that_cannot_be_served(folder: Path, change: dict[str, int], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        build_engines(folder, replace(OPTIONS, **change))
+
+
+def test_an_export_for_another_target(tiny: Tiny, tmp_path: Path) -> None:
+    export_model(tiny("f32"), tmp_path / "x")
+    with pytest.raises(EngineError, match=r"exported for onnxruntime; export with .*--target tensorrt"):
+        build_engines(tmp_path / "x", OPTIONS)
+
+
+def test_command_line_refusals(tiny: Tiny, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tiny("f32"))]) == 2
+    assert "-o DIR" in capsys.readouterr().err
+    assert main([str(folder), "-o", str(tmp_path / "y")]) == 2
+    assert "leave -o out" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing.gguf"), "-o", str(tmp_path / "y")]) == 2
+    assert main([str(tmp_path)]) == 4
+    assert "not an exported model" in capsys.readouterr().err
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("name", ["q4_k_m", "mixed_types", "tied", "split_kinds_in_pair", "f32"])
+def test_plugins_are_in_the_engine(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """State plugins are layers of their own; the products are in the regions between them, which read the weights."""
+    export_model(tiny(name), tmp_path / "x", target="tensorrt")
+    listings: dict[str, list[str]] = {}
+    manifest, built = build_engines(tmp_path / "x", OPTIONS, layers=listings.__setitem__)
+    assert built and set(listings) == {"trunk", "draft"}
+    geometry = load_manifest(tmp_path / "x").geometry
+    trunk = "\n".join(line for line in listings["trunk"] if "[profile 1]" not in line)
+    for layer in geometry.gdn_layers:
+        assert f"Layer(PluginV3): blk.{layer}/gdn" in trunk
+    for layer in geometry.attention_layers:
+        assert f"Layer(PluginV3): blk.{layer}/attention" in trunk
+    assert f"Layer(PluginV3): blk.{geometry.draft_layer}/attention" in "\n".join(listings["draft"])
+    for role, engine in manifest.engines.items():
+        for weight in engine.weights:
+            assert any(f"{weight} (Int8[" in line for line in listings[role]), f"{weight} is no input of {role}"
+    assert not [line for line in listings["trunk"] if "Layer(Reformat)" in line or "Layer(Shuffle)" in line]
+
+
+@pytest.mark.trt
+def test_manifest_says_what_the_runtime_needs(folder: Path) -> None:
+    manifest, _ = build_engines(folder, OPTIONS)
+    assert load_engine_manifest(folder) == manifest
+    trunk, draft = manifest.engines["trunk"], manifest.engines["draft"]
+    geometry = load_manifest(folder).geometry
+    shapes = {each.name: (each.dtype, each.shape) for each in (*trunk.inputs, *trunk.outputs)}
+    pool = pool_size(geometry, OPTIONS.max_rows)
+    assert shapes["blk.0.pool"] == shapes["blk.0.pool.out"] == ("float32", (pool,))
+    assert shapes["blk.3.cache"] == ("float16", (2, 128, geometry.num_kv_heads, geometry.head_dim))
+    assert shapes["logits"] == ("float32", ("R", geometry.vocab_size))
+    assert {each.name: each.alias for each in trunk.outputs if each.alias} == {
+        **{f"blk.{layer}.pool.out": f"blk.{layer}.pool" for layer in geometry.gdn_layers},
+        **{f"blk.{layer}.cache.out": f"blk.{layer}.cache" for layer in geometry.attention_layers},
+    }
+    assert [(p.name, p.max_tokens, p.max_rows) for p in trunk.profiles] == [("decode", 4, 4), ("prefill", 32, 1)]
+    assert [p.max_rows for p in draft.profiles] == [1, 1]
+    assert {each.name for each in draft.inputs} == {"tokens", "position", "rows", "hidden", "blk.4.cache"}
+    size = (folder / "model.gguf").stat().st_size
+    for name in (*trunk.weights, *draft.weights):
+        place = manifest.weights[name]
+        assert place.file == "model.gguf" and place.offset + place.nbytes <= size
+    assert not [path for path in folder.iterdir() if path.name.endswith(".part")]
+
+
+@pytest.mark.trt
+def test_rebuilt_only_when_something_changed(folder: Path) -> None:
+    def build(**changes: object) -> bool:
+        _, built = build_engines(folder, replace(OPTIONS, **changes))  # type: ignore[arg-type]
+        return built
+
+    assert build() and not build()
+    assert build(context=256) and not build(context=256)
+    (folder / "draft.engine").write_bytes(b"short")
+    assert build(context=256)
+    (folder / "trunk.engine").unlink()
+    assert build(context=256)
+    (folder / ENGINES_NAME).write_text("{}")
+    assert build(context=256)
+    os.utime(folder / "trunk.onnx")
+    assert not build(context=256), "only content counts"
+
+
+@pytest.mark.trt
+def test_a_failed_build_keeps_the_old_engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, _ = build_engines(folder, OPTIONS)
+
+    def disk_is_full(self: network._Writer, data: bytes) -> int:
+        self.error = OSError(28, "No space left on device")
+        return 0
+
+    monkeypatch.setattr(network._Writer, "write", disk_is_full)
+    with pytest.raises(ResourceError, match="No space left"):
+        build_engines(folder, replace(OPTIONS, context=256))
+    assert load_engine_manifest(folder) == before
+    for role in before.engines:
+        assert before.file(folder, role).is_file()
+    assert not [path for path in folder.iterdir() if path.name.endswith(".part")]
+
+
+@pytest.mark.trt
+def test_embedded_weights(tiny: Tiny, tmp_path: Path) -> None:
+    export_model(tiny("q4_k_m"), tmp_path / "x", target="tensorrt")
+    inputs, _ = build_engines(tmp_path / "x", OPTIONS)
+    embedded, _ = build_engines(tmp_path / "x", replace(OPTIONS, embed_weights=True))
+    for role, engine in embedded.engines.items():
+        assert engine.weights == ()
+        weights = sum(embedded.weights[name].nbytes for name in inputs.engines[role].weights)
+        grown = engine.nbytes - inputs.engines[role].nbytes
+        # An input costs the plan some bytes per row, so the growth is a little less than the weights.
+        assert weights * 0.9 < grown < weights * 1.1, "each weight once, none widened"
+
+
+@pytest.mark.trt
+def test_command_line_from_a_gguf(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *SMALL]
+    assert main([*arguments, "--layers"]) == 0
+    out = capsys.readouterr().out
+    assert "trunk: Layer(PluginV3)" in out and "trunk.engine: trunk," in out and "built" in out
+    exported = (tmp_path / "x" / "manifest.json").stat().st_mtime_ns
+    assert main(arguments) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert (tmp_path / "x" / "manifest.json").stat().st_mtime_ns == exported
+    assert main([*arguments, "--no-draft"]) == 0
+    assert not (tmp_path / "x" / "draft.engine").exists()
+
+
+@pytest.mark.trt
+def test_without_the_plugin_library(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = tmp_path / "renamed.so"
+    assert main([str(folder), *SMALL, "--plugins", str(missing)]) == 4
+    assert str(missing) in capsys.readouterr().err
+    assert not (folder / ENGINES_NAME).exists()
+
+
+@pytest.mark.trt
+def test_progress_is_told(folder: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    build_engines(folder, OPTIONS, progress=lambda phase, fraction: seen.append((phase, fraction)))
+    assert {phase.split(":")[0] for phase, _ in seen} == set(build.ROLES)
+    assert all(0 <= fraction <= 1 for _, fraction in seen)

@@ -1,0 +1,72 @@
+"""engines.json comes back as it was written, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engines.engine_manifest import (
+    ENGINES_NAME,
+    Binding,
+    Engine,
+    EngineManifest,
+    EngineOptions,
+    Profile,
+    WeightPlace,
+    load_engine_manifest,
+)
+from engines.errors import EngineError
+
+
+def manifest() -> EngineManifest:
+    engine = Engine(
+        "trunk.engine",
+        4,
+        "00ff",
+        (Binding("tokens", "int32", ("T",)), Binding("blk.0.pool", "float32", (640,))),
+        (Binding("blk.0.pool.out", "float32", (640,), "blk.0.pool"),),
+        (Profile("decode", 4, 4), Profile("prefill", 64, 1)),
+        ("output.weight",),
+    )
+    place = WeightPlace("model.gguf", 96, 2, (1, 1, 2))
+    options = EngineOptions(4, 256, 64, False)
+    return EngineManifest("k", "c", "tensorrt_rtx", "1.7.1", "p", options, {"trunk": engine}, {"output.weight": place})
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    manifest().save(tmp_path)
+    assert load_engine_manifest(tmp_path) == manifest()
+    assert [path.name for path in tmp_path.iterdir()] == [ENGINES_NAME]
+
+
+def test_engine_files_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"trunk\.engine: missing.*engines\.build"):
+        manifest().file(tmp_path, "trunk")
+    (tmp_path / "trunk.engine").write_bytes(b"12345")
+    with pytest.raises(EngineError, match=r"5 bytes, engines\.json says 4 bytes"):
+        manifest().file(tmp_path, "trunk")
+    with pytest.raises(EngineError, match=r"has no 'draft' engine \(has trunk\)"):
+        manifest().file(tmp_path, "draft")
+    (tmp_path / "trunk.engine").write_bytes(b"1234")
+    assert manifest().file(tmp_path, "trunk") == tmp_path / "trunk.engine"
+
+
+def test_unusable_manifests(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no engines\.json; build engines"):
+        load_engine_manifest(tmp_path)
+    manifest().save(tmp_path)
+    path = tmp_path / ENGINES_NAME
+    good = json.loads(path.read_text())
+    for text, says in (
+        ("{", "unreadable"),
+        ("[]", "format None"),
+        (json.dumps({**good, "format_version": 99}), "format 99, wanted 1"),
+        (json.dumps({key: value for key, value in good.items() if key != "weights"}), "incomplete .*weights"),
+        (json.dumps({**good, "options": {"max_rows": 1}}), "incomplete"),
+        (json.dumps({**good, "engines": {"trunk": {"file": "x"}}}), "incomplete"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EngineError, match=f"{says}.*engines.build"):
+            load_engine_manifest(tmp_path)
