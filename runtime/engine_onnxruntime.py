@@ -19,16 +19,22 @@ from runtime.engine import Pass, Sampler
 from runtime.onnx_session import KvCache, check_version, load_session, run_session
 
 PREFILL_CHUNK = 256
+SMALL_MODEL_BYTES = 64 << 20
 
 
 def open_engines(
     folder: Path, manifest: Manifest, *, context_size: int, threads: int = 0, max_rows: int = 4, draft: bool = True
 ) -> tuple[OnnxTrunkEngine, OnnxDraftEngine | None]:
-    """Load an exported folder. threads 0: one per physical core. max_rows: draft_n of the longest round + 1.
+    """Load an exported folder. max_rows: draft_n of the longest round + 1.
+
+    threads 0: one per core; one alone for a model so small that handing its work out costs as much as doing it (and on
+    busy cores, where the others wait for each other, several times more).
 
     Raises EngineError (ONNX Runtime too old, damaged export) or ResourceError (memory)."""
     check_version(ort.__version__)
     geometry = manifest.geometry
+    if threads == 0 and manifest.files["weights"][1] < SMALL_MODEL_BYTES:
+        threads = 1
     trunk_session = load_session(manifest.file(folder, "trunk"), threads)
     replay_session = load_session(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
     trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
