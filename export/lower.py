@@ -1,7 +1,7 @@
 """Canonical graph -> TensorRT form: every function node of domain ``nextn`` becomes a plugin node of `plugins.ops`.
 
 A plugin node stands for a known subgraph: its metadata property ``stands_for`` lists the canonical nodes. What is left
-are standard operators that TensorRT has (RMSNormalization, Add, Gather, ...). State is input and aliased output of one
+are standard operators that move or combine single values (Gather, Concat, Add, ...). State is input and aliased output of one
 plugin each; positions become one device integer, the position of the first token.
 """
 
@@ -83,6 +83,8 @@ class _Lowering:
                 continue
             if node.domain == FUNCTION_DOMAIN and node.op in handlers:
                 handlers[node.op](node)
+            elif node.op == "RMSNormalization":
+                self._rms_norm(node)
             elif self._is_embedding(node):
                 self._embedding(node)
         self._split_leftovers()
@@ -170,6 +172,11 @@ class _Lowering:
         y.dtype, y.shape = np.dtype(np.float32), ("T", raw.columns)
         inputs = [self.tokens, self._weight(raw)]
         self._plugin(ops.KQUANT_EMBEDDING, node.name, inputs, [y], nodes, type=raw.ggml_type)
+
+    def _rms_norm(self, node: gs.Node) -> None:
+        (x, weight), y = node.inputs, node.outputs[0]
+        y.dtype, y.shape = np.dtype(np.float32), ("T", len(weight.values))
+        self._plugin(ops.RMS_NORM, node.name, [x, weight], [y], [node.name], epsilon=self.config.rms_eps)
 
     def _rope_tables(self, node: gs.Node) -> None:
         inv_freq, factor = (tensor.values for tensor in node.inputs[1:])

@@ -105,6 +105,15 @@ KQUANT_EMBEDDING = Op(
     refuses=("types other than those of BLOCKS",),
 )
 
+RMS_NORM = Op(
+    "RmsNorm",
+    "y = x / sqrt(mean x^2 + epsilon) * weight, rows summed alike however many there are",
+    inputs=(Tensor("x", "float32", "[T, K]"), Tensor("weight", "float32", "[K]")),
+    outputs=(Tensor("y", "float32", "[T, K]"),),
+    attributes=(Attribute("epsilon", "float"),),
+    refuses=(),
+)
+
 ROPE_TABLES = Op(
     "RopeTables",
     "factor * cos(p * inv_freq), factor * sin(..) for p = position .. position + T - 1, angles in float64",
@@ -175,5 +184,5 @@ GATED_ATTENTION = Op(
 )
 
 OPS: dict[str, Op] = {
-    op.name: op for op in (KQUANT_MATMUL, KQUANT_EMBEDDING, ROPE_TABLES, GATED_DELTA_NET, GATED_ATTENTION)
+    op.name: op for op in (KQUANT_MATMUL, KQUANT_EMBEDDING, RMS_NORM, ROPE_TABLES, GATED_DELTA_NET, GATED_ATTENTION)
 }

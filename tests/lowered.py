@@ -186,12 +186,12 @@ _Kernel = Callable[[list[np.ndarray], Attributes], list[np.ndarray]]
 _PLUGINS: dict[str, _Kernel] = {
     "KQuantMatmul": _matmul,
     "KQuantEmbedding": _embedding,
+    "RmsNorm": lambda inputs, at: [_rms_norm(inputs[0], inputs[1], at["epsilon"])],
     "RopeTables": _rope_tables,
     "GatedDeltaNet": _gated_delta_net,
     "GatedAttention": _gated_attention,
 }
 _NATIVE: dict[str, _Kernel] = {
-    "RMSNormalization": lambda inputs, at: [_rms_norm(inputs[0], inputs[1], at["epsilon"])],
     "Add": lambda inputs, at: [inputs[0] + inputs[1]],
     "Mul": lambda inputs, at: [inputs[0] * inputs[1]],
     "Sigmoid": lambda inputs, at: [sigmoid(inputs[0])],

@@ -3,8 +3,9 @@
 namespace nextn {
 
 std::vector<OpInfo const*> const& allOps() {
-    static std::vector<OpInfo const*> const ops = {&kquantMatmulInfo(), &kquantEmbeddingInfo(), &ropeTablesInfo(),
-                                                   &gatedDeltaNetInfo(), &gatedAttentionInfo()};
+    static std::vector<OpInfo const*> const ops = {&kquantMatmulInfo(), &kquantEmbeddingInfo(), &rmsNormInfo(),
+                                                   &ropeTablesInfo(),    &gatedDeltaNetInfo(),
+                                                   &gatedAttentionInfo()};
     return ops;
 }
 

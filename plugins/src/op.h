@@ -50,6 +50,7 @@ struct OpInfo {
 
 OpInfo const& kquantMatmulInfo();
 OpInfo const& kquantEmbeddingInfo();
+OpInfo const& rmsNormInfo();
 OpInfo const& ropeTablesInfo();
 OpInfo const& gatedDeltaNetInfo();
 OpInfo const& gatedAttentionInfo();

@@ -28,6 +28,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
         [(-1, 136)],
     ),
     "KQuantEmbedding": ({"type": 8}, [("T",), (50, 4, 34)], [(-1, 128)]),
+    "RmsNorm": ({"epsilon": 1e-6}, [("T", 96), (96,)], [(-1, 96)]),
     "RopeTables": ({"factor": 1.5}, [("T",), (1,), (16,)], [(-1, 16), (-1, 16)]),
     "GatedDeltaNet": (
         {"k_heads": 2, "v_heads": 4, "head_dim": 32, "conv_kernel": 4, "epsilon": 1e-6},
