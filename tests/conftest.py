@@ -7,10 +7,14 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.named_inputs import write_named
+
+if TYPE_CHECKING:
+    from tests.exported import Exported
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +29,38 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return path_of
 
 
+@pytest.fixture(scope="session")
+def exported(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
+    """``exported(name)``: the export of a named model file ("trained": of the trained one), made once a session."""
+    # Not at the top: kernel tests run on machines without ONNX Runtime.
+    from tests.exported import export
+    from tests.vocabulary_files import TRAINED_MODEL
+
+    folder = tmp_path_factory.mktemp("exported")
+
+    @cache
+    def export_of(name: str) -> Exported:
+        return export(TRAINED_MODEL if name == "trained" else tiny(name), folder / name)
+
+    return export_of
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu", action="store_true", help="fail, instead of skipping GPU tests, when there is no NVIDIA GPU"
+    )
+    parser.addoption(
+        "--require-peer",
+        action="store_true",
+        help="fail, instead of skipping peer tests, when llama.cpp is not installed",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--require-gpu") and not _num_gpus():
         raise pytest.UsageError("--require-gpu: no NVIDIA GPU found (no driver, or no device visible)")
+    if config.getoption("--require-peer") and not _installed("llama_cpp_py_sync"):
+        raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[peer]'")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

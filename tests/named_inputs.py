@@ -29,6 +29,9 @@ _SECTIONS = (11, 11, 10, 0)
 GEOMETRIES: dict[str, Spec] = {
     "f32": Spec(),
     "heads_256": Spec(head_dim=256, rope_dim=64, sections=_SECTIONS, theta=1e7, state=128, k_heads=2, v_heads=6),
+    "heads_9b": Spec(heads=16, kv_heads=4, k_heads=16, v_heads=32),
+    # One query head per KV head, and head counts that are no multiple of a vector's width.
+    "heads_odd": Spec(heads=3, kv_heads=3, k_heads=3, v_heads=9),
     "yarn": Spec(yarn_factor=4.0, yarn_orig_ctx=64),
     "tied_no_head_norm": Spec(tied=True, shared_head_norm=False),
     "q4_k_m": BLOCK_SPEC,

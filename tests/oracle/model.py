@@ -8,6 +8,7 @@ norms), YaRN (Peng et al., 2023) with llama.cpp's defaults.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.oracle.gated_delta_net import F64, sigmoid
 class Rows:
     """What a model gives for T tokens: logits [T, V], hidden [T, D] (after the last norm), and the state after them.
 
-    state: blk.N.state [HV, DK, DV], blk.N.conv [kernel - 1, C], blk.N.key_cache and blk.N.value_cache [KV, T, head_dim].
+    state: blk.N.state [HV, DK, DV], blk.N.conv [kernel - 1, C], blk.N.key_cache, blk.N.value_cache [KV, T, head_dim].
     """
 
     logits: F64
@@ -62,9 +63,9 @@ class Model:
         """The first of these tensors that the file has."""
         return self.weight(next(name for name in names if name in self._tensors))
 
-    def trunk(self, tokens: np.ndarray) -> Rows:
+    def trunk(self, tokens: Sequence[int]) -> Rows:
         """The trunk over a fresh sequence."""
-        x = self.weight("token_embd.weight")[tokens]
+        x = self.weight("token_embd.weight")[list(tokens)]
         state: dict[str, F64] = {}
         for layer in range(self.num_layers):
             full = (layer + 1) % int(self.key("full_attention_interval")) == 0
@@ -72,12 +73,12 @@ class Model:
         hidden = rms_norm(x, self.weight("output_norm.weight"), self.eps)
         return Rows(hidden @ self.first_of("output.weight", "token_embd.weight").T, hidden, state)
 
-    def head(self, tokens: np.ndarray, hidden_before: F64) -> Rows:
+    def head(self, tokens: Sequence[int], hidden_before: F64) -> Rows:
         """The NextN head over a fresh sequence: row p takes token p and ``hidden_before[p]``, the trunk's hidden of
         p - 1 (or a drafted one), and guesses token p + 1."""
         name = f"blk.{self.num_layers}.nextn."
         table = self.first_of(name + "embed_tokens.weight", "token_embd.weight")
-        e = rms_norm(table[tokens], self.weight(name + "enorm.weight"), self.eps)
+        e = rms_norm(table[list(tokens)], self.weight(name + "enorm.weight"), self.eps)
         h = rms_norm(hidden_before, self.weight(name + "hnorm.weight"), self.eps)
         x = np.hstack([e, h]) @ self.weight(name + "eh_proj.weight").T
         state: dict[str, F64] = {}
