@@ -1,5 +1,4 @@
-// Prefill, and decode below compute capability 9.0: conv over all channels, then the delta rule.
-#include <cooperative_groups.h>
+// Prefill, and decode below compute capability 9.0: conv over all channels, delta rule, output norm.
 #include "gated_delta_net.cuh"
 #include "launch.cuh"
 
@@ -8,21 +7,24 @@ namespace {
 
 constexpr int kCONV_WARPS = 8, kCONV_TOKENS = 64, kCHUNK = 16;
 
-// grid (heads of q, k and v; token parts).  A warp takes one token at a time, a lane D/32 neighbouring channels.
+// grid (heads of q, k and v; token parts).  A warp takes one token at a time, a lane channels lane, lane + 32, ...
 // The first part alone touches the window pool: it reads the old window whole before it writes any slot.
 template <int D>
 __global__ void __launch_bounds__(32 * kCONV_WARPS) conv_heads_kernel(const __grid_constant__ NextnGatedDeltaNet p,
                                                                       float* mixed) {
     constexpr int kPER = D / 32;
     __shared__ float window[kMAX_KERNEL - 1][D];
-    __shared__ float weight[D][kMAX_KERNEL];
     launch_dependents();
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head = blockIdx.x, c0 = lane * kPER;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head = blockIdx.x, before = p.conv_kernel - 1;
     const int64_t channels = static_cast<int64_t>(gridDim.x) * D, first = static_cast<int64_t>(head) * D;
-    for (int i = threadIdx.x; i < D * p.conv_kernel; i += blockDim.x)
-        weight[i / p.conv_kernel][i % p.conv_kernel] = p.conv_weight[first * p.conv_kernel + i];
+    float weight[kPER][kMAX_KERNEL];
+#pragma unroll
+    for (int e = 0; e < kPER; ++e)
+#pragma unroll
+        for (int j = 0; j < kMAX_KERNEL; ++j)
+            weight[e][j] = j <= before ? p.conv_weight[(first + lane + 32 * e) * p.conv_kernel + j] : 0.0f;
     wait_for_predecessor();
-    const int before = p.conv_kernel - 1, slot = __ldcg(p.slot);
+    const int slot = __ldcg(p.slot);
     if (blockIdx.y == 0)
         for (int i = threadIdx.x; i < before * D; i += blockDim.x)
             window[i / D][i % D] = slot < 0 ? 0.0f
@@ -33,14 +35,18 @@ __global__ void __launch_bounds__(32 * kCONV_WARPS) conv_heads_kernel(const __gr
     };
     const int end = min(p.t, static_cast<int>(blockIdx.y + 1) * kCONV_TOKENS);
     for (int t = blockIdx.y * kCONV_TOKENS + warp; t < end; t += kCONV_WARPS) {
-        float v[kPER];
+        float v[kPER], rows[kPER][kMAX_KERNEL];
+#pragma unroll
+        for (int j = 0; j < kMAX_KERNEL; ++j)
+#pragma unroll
+            for (int e = 0; e < kPER; ++e)
+                if (j <= before) rows[e][j] = row_at(t - before + j, lane + 32 * e);
 #pragma unroll
         for (int e = 0; e < kPER; ++e)
-            v[e] = conv_silu(p.conv_kernel, [&](int j) { return weight[c0 + e][j]; },
-                             [&](int j) { return row_at(t - before + j, c0 + e); });
+            v[e] = conv_silu(p.conv_kernel, [&](int j) { return weight[e][j]; }, [&](int j) { return rows[e][j]; });
         if (head < 2 * p.k_heads) unit_norm(v, p.eps, head < p.k_heads);
 #pragma unroll
-        for (int e = 0; e < kPER; ++e) mixed[t * channels + first + c0 + e] = v[e];
+        for (int e = 0; e < kPER; ++e) mixed[t * channels + first + lane + 32 * e] = v[e];
     }
     if (blockIdx.y) return;
     const bool keep_all = p.t <= p.slots;
@@ -50,122 +56,107 @@ __global__ void __launch_bounds__(32 * kCONV_WARPS) conv_heads_kernel(const __gr
     }
 }
 
-// kCHUNK tokens of one head, for the block's COLS value columns.
-template <int D, int COLS>
-struct Chunk {
-    float q[kCHUNK][D], k[kCHUNK][D], v[kCHUNK][COLS], o[kCHUNK][COLS], gate[kCHUNK][COLS];
-    Gates gates[kCHUNK];
+// kCHUNK tokens of one head, for the block's kCOLS value columns; twice, the next chunk arrives during this one.
+constexpr int kCOLS = 32;
+template <int D>
+struct Chunks {
+    float q[2][kCHUNK][D], k[2][kCHUNK][D], v[2][kCHUNK][kCOLS];
     float kq[kCHUNK];
-    float squares[2][kCHUNK][COLS / 8];  // by chunk parity, so that a neighbour may read one while the next is filled
+    Gates gates[2][kCHUNK];
+    typename HeadState<D, kCOLS>::Partials partials;
 };
 
-template <int D, int COLS>
-__device__ void load_chunk(const NextnGatedDeltaNet& p, const float* mixed, Chunk<D, COLS>& s, int t0, int count, int h,
+template <int D>
+__device__ void copy_chunk(const NextnGatedDeltaNet& p, const float* mixed, Chunks<D>& s, int buffer, int t0, int h,
                            int column0) {
-    constexpr int kPER = D / 32;
-    const int warps = blockDim.x >> 5, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    constexpr int kPIECES = (2 * D + kCOLS) / 4;
     const int64_t channels = (2 * p.k_heads + p.v_heads) * static_cast<int64_t>(D);
-    for (int i = threadIdx.x; i < count; i += blockDim.x) s.gates[i] = gates_of(p, t0 + i, h);
-    for (int i = warp; i < count; i += warps) {
-        const float* row = mixed + (t0 + i) * channels;
-        float q[kPER], k[kPER];
-#pragma unroll
-        for (int e = 0; e < kPER; ++e) {
-            q[e] = __ldcg(row + (h % p.k_heads) * D + lane * kPER + e);
-            k[e] = __ldcg(row + (p.k_heads + h % p.k_heads) * D + lane * kPER + e);
-            s.q[i][lane * kPER + e] = q[e];
-            s.k[i][lane * kPER + e] = k[e];
+    for (int i = threadIdx.x; i < min(kCHUNK, p.t - t0) * kPIECES; i += blockDim.x) {
+        const int at = i / kPIECES, c = i % kPIECES * 4;
+        const float* row = mixed + (t0 + at) * channels;
+        if (c < D) cp_async_16(&s.q[buffer][at][c], row + (h % p.k_heads) * D + c);
+        else if (c < 2 * D) cp_async_16(&s.k[buffer][at][c - D], row + (p.k_heads + h % p.k_heads) * D + c - D);
+        else cp_async_16(&s.v[buffer][at][c - 2 * D], row + (2 * p.k_heads + h) * D + column0 + c - 2 * D);
+    }
+    cp_async_commit();
+}
+
+// grid (HV * D/kCOLS): o, before the norm, goes to y.
+template <int D>
+__global__ void __launch_bounds__(D) delta_rule_kernel(const __grid_constant__ NextnGatedDeltaNet p, const float* mixed) {
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& s = *reinterpret_cast<Chunks<D>*>(raw);
+    launch_dependents();
+    wait_for_predecessor();
+    const int h = blockIdx.x / (D / kCOLS), column0 = blockIdx.x % (D / kCOLS) * kCOLS;
+    const auto state_at = [&](int slot) {
+        return p.state_pool + (static_cast<int64_t>(slot) * p.v_heads + h) * D * D + column0;
+    };
+    const auto gate_inputs = [&](int t) {
+        if (static_cast<int>(threadIdx.x) >= kCHUNK || t >= p.t) return make_float2(0.0f, 0.0f);
+        return make_float2(__ldcg(p.alpha + t * p.ld_gate + h), __ldcg(p.beta + t * p.ld_gate + h));
+    };
+    copy_chunk(p, mixed, s, 0, 0, h, column0);
+    float2 inputs = gate_inputs(threadIdx.x);
+    const int slot = __ldcg(p.slot);
+    HeadState<D, kCOLS> state;
+    state.load(state_at(max(slot, 0)), slot < 0);
+    for (int t0 = 0, b = 0; t0 < p.t; t0 += kCHUNK, b ^= 1) {
+        const int count = min(kCHUNK, p.t - t0);
+        if (threadIdx.x < kCHUNK) s.gates[b][threadIdx.x] = gates_of(p, inputs.x, inputs.y, h);
+        cp_async_wait<0>();
+        __syncthreads();
+        if (t0 + kCHUNK < p.t) copy_chunk(p, mixed, s, b ^ 1, t0 + kCHUNK, h, column0);
+        inputs = gate_inputs(t0 + kCHUNK + threadIdx.x);
+        key_query_dots(s.kq, s.k[b], s.q[b], count);
+        __syncthreads();
+        for (int i = 0; i < count; ++i) {
+            const float o = state.step(s.partials, s.k[b][i], s.q[b][i], s.kq[i], s.v[b][i], s.gates[b][i]);
+            const int t = t0 + i, to = p.t <= p.slots ? t : t == p.t - 1 ? 0 : -1;
+            if (state.row0 == 0) p.y[t * p.ld_y + h * D + column0 + state.column] = o;
+            if (to >= 0) state.store(state_at(to));
         }
-        for (int e = lane; e < COLS; e += 32) {
-            s.v[i][e] = __ldcg(row + (2 * p.k_heads + h) * D + column0 + e);
-            s.gate[i][e] = silu(__ldcg(p.z + (t0 + i) * p.ld_z + h * D + column0 + e));
-        }
-        const float kq = warp_dot(k, q);
-        if (lane == 0) s.kq[i] = kq;
     }
 }
 
-// grid (PARTS * HV): PARTS blocks of a cluster share a head, each with D / PARTS value columns.
-template <int D, int PARTS>
-__global__ void __launch_bounds__(D / PARTS * 4) delta_rule_kernel(const __grid_constant__ NextnGatedDeltaNet p,
-                                                                   const float* mixed) {
-    constexpr int COLS = D / PARTS;
-    extern __shared__ __align__(16) uint8_t raw[];
-    auto& s = *reinterpret_cast<Chunk<D, COLS>*>(raw);
+// grid (HV, ceil(t / kNORM_WARPS)), one warp per token: y = o / rms(o) * weight * silu(z), in place.
+constexpr int kNORM_WARPS = 4;
+template <int D>
+__global__ void __launch_bounds__(32 * kNORM_WARPS) output_norm_kernel(const __grid_constant__ NextnGatedDeltaNet p) {
     launch_dependents();
     wait_for_predecessor();
-    const int h = blockIdx.x / PARTS, column0 = blockIdx.x % PARTS * COLS;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = 8 * warp + (lane & 7);
-    const int slot = __ldcg(p.slot);
-    const auto state_at = [&](int sl) {
-        return p.state_pool + ((static_cast<int64_t>(sl) * p.v_heads + h) * D + 4 * (lane >> 3)) * D + column0 + column;
-    };
-    HeadState<D> state;
-    state.load(state_at(slot < 0 ? 0 : slot), slot < 0);
-    for (int t0 = 0, parity = 0; t0 < p.t; t0 += kCHUNK, parity ^= 1) {
-        const int count = min(kCHUNK, p.t - t0);
-        load_chunk(p, mixed, s, t0, count, h, column0);
-        __syncthreads();
-        for (int i = 0; i < count; ++i) {
-            const float o = state.step(s.k[i], s.q[i], s.kq[i], s.v[i][column], s.gates[i], lane);
-            const float squares = group_squares(o);
-            if (lane < 8) s.o[i][column] = o;
-            if (lane == 0) s.squares[parity][i][warp] = squares;
-            const int t = t0 + i, to = p.t <= p.slots ? t : t == p.t - 1 ? 0 : -1;
-            if (to >= 0) state.store(state_at(to));
-        }
-        const float* squares[PARTS];
-        squares[0] = s.squares[parity][0];
-        if constexpr (PARTS > 1) {
-#if __CUDA_ARCH__ >= 900
-            auto cluster = cooperative_groups::this_cluster();
-            cluster.sync();
+    const int t = blockIdx.y * kNORM_WARPS + (threadIdx.x >> 5), h = blockIdx.x, lane = threadIdx.x & 31;
+    if (t >= p.t) return;
+    float* y = p.y + t * p.ld_y + h * D + lane;
+    float o[D / 32], total = 0.0f;
 #pragma unroll
-            for (int r = 0; r < PARTS; ++r) squares[r] = cluster.map_shared_rank(s.squares[parity][0], r);
-#endif
-        } else {
-            __syncthreads();
-        }
-        for (int i = threadIdx.x; i < count * COLS; i += blockDim.x) {
-            const int at = i / COLS, c = i % COLS;
-            float total = 0.0f;
+    for (int e = 0; e < D / 32; ++e) o[e] = __ldcg(y + 32 * e);
 #pragma unroll
-            for (int g = 0; g < D / 8; ++g) total = __fadd_rn(total, squares[g / (COLS / 8)][at * (COLS / 8) + g % (COLS / 8)]);
-            p.y[(t0 + at) * p.ld_y + h * D + column0 + c] =
-                gated_norm(s.o[at][c], total, D, p.eps, p.norm_weight[column0 + c], s.gate[at][c]);
-        }
-        __syncthreads();  // before the chunk is refilled
-    }
-    if constexpr (PARTS > 1) {
-#if __CUDA_ARCH__ >= 900
-        cooperative_groups::this_cluster().sync();  // nobody leaves while a neighbour reads its sums
-#endif
-    }
+    for (int e = 0; e < D / 32; ++e) total = __fadd_rn(total, warp_sum(__fmul_rn(o[e], o[e])));
+#pragma unroll
+    for (int e = 0; e < D / 32; ++e)
+        y[32 * e] = gated_norm(o[e], total, D, p.eps, p.norm_weight[lane + 32 * e],
+                               silu(__ldcg(p.z + t * p.ld_z + h * D + lane + 32 * e)));
 }
 
 template <int D>
-cudaError_t run(const NextnGatedDeltaNet& p, int capability, cudaStream_t stream) {
+cudaError_t run(const NextnGatedDeltaNet& p, cudaStream_t stream) {
     auto* mixed = static_cast<float*>(p.workspace);
-    Launch conv;
-    conv.grid = dim3(2 * p.k_heads + p.v_heads, ceil_div(p.t, kCONV_TOKENS));
-    conv.block = dim3(32 * kCONV_WARPS);
-    conv.pdl = p.flags & NEXTN_PDL;
-    const cudaError_t e = launch(conv, stream, conv_heads_kernel<D>, p, mixed);
+    Launch l;
+    l.pdl = p.flags & NEXTN_PDL;
+    l.grid = dim3(2 * p.k_heads + p.v_heads, ceil_div(p.t, kCONV_TOKENS));
+    l.block = dim3(32 * kCONV_WARPS);
+    cudaError_t e = launch(l, stream, conv_heads_kernel<D>, p, mixed);
     if (e != cudaSuccess) return e;
-    constexpr int kPARTS = D / 32;
-    Launch rule;
-    rule.pdl = conv.pdl;
-    if (capability >= 90 && kPARTS > 1) {
-        rule.grid = dim3(kPARTS * p.v_heads);
-        rule.block = dim3(D / kPARTS * 4);
-        rule.cluster = kPARTS;
-        rule.smem = sizeof(Chunk<D, D / kPARTS>);
-        return launch(rule, stream, delta_rule_kernel<D, kPARTS>, p, static_cast<const float*>(mixed));
-    }
-    rule.grid = dim3(p.v_heads);
-    rule.block = dim3(D * 4);
-    rule.smem = sizeof(Chunk<D, D>);
-    return launch(rule, stream, delta_rule_kernel<D, 1>, p, static_cast<const float*>(mixed));
+    l.grid = dim3(p.v_heads * (D / kCOLS));
+    l.block = dim3(HeadState<D, kCOLS>::kTHREADS);
+    l.smem = sizeof(Chunks<D>);
+    e = launch(l, stream, delta_rule_kernel<D>, p, static_cast<const float*>(mixed));
+    if (e != cudaSuccess) return e;
+    l.grid = dim3(p.v_heads, ceil_div(p.t, kNORM_WARPS));
+    l.block = dim3(32 * kNORM_WARPS);
+    l.smem = 0;
+    return launch(l, stream, output_norm_kernel<D>, p);
 }
 
 bool valid(const NextnGatedDeltaNet& p) {
@@ -175,7 +166,8 @@ bool valid(const NextnGatedDeltaNet& p) {
     const int64_t width = static_cast<int64_t>(p.v_heads) * p.head_dim;
     return p.workspace_bytes >= nextn_gated_delta_net_workspace(p.t, p.k_heads, p.v_heads, p.head_dim)
         && p.ld_qkv >= 2 * static_cast<int64_t>(p.k_heads) * p.head_dim + width && p.ld_z >= width && p.ld_y >= width
-        && p.ld_gate >= p.v_heads;
+        && p.ld_gate >= p.v_heads && p.ld_qkv % 4 == 0 && p.ld_z % 4 == 0
+        && (reinterpret_cast<uintptr_t>(p.qkv) | reinterpret_cast<uintptr_t>(p.z)) % 16 == 0;
 }
 
 }  // namespace
@@ -194,6 +186,5 @@ NEXTN_API cudaError_t nextn_gated_delta_net(const NextnGatedDeltaNet* args, cuda
     const NextnGatedDeltaNet& p = *args;
     if (p.t <= NEXTN_MAX_DECODE_T && limits.capability >= 90 && p.v_heads / p.k_heads <= 8)
         return gated_delta_net_fused(p, stream);
-    return p.head_dim == 32 ? run<32>(p, limits.capability, stream)
-         : p.head_dim == 64 ? run<64>(p, limits.capability, stream) : run<128>(p, limits.capability, stream);
+    return p.head_dim == 32 ? run<32>(p, stream) : p.head_dim == 64 ? run<64>(p, stream) : run<128>(p, stream);
 }

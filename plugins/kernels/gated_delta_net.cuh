@@ -38,84 +38,94 @@ __device__ __forceinline__ void unit_norm(float (&v)[PER], float eps, bool query
     for (int e = 0; e < PER; ++e) v[e] = __fmul_rn(v[e], factor);
 }
 
-template <int PER>
-__device__ __forceinline__ float warp_dot(const float (&a)[PER], const float (&b)[PER]) {
-    float v = 0.0f;
-#pragma unroll
-    for (int e = 0; e < PER; ++e) v = __fmaf_rn(a[e], b[e], v);
-    return warp_sum(v);
-}
-
 struct Gates { float decay, rate; };
-__device__ __forceinline__ Gates gates_of(const NextnGatedDeltaNet& p, int t, int h) {
-    const float x = __fadd_rn(__ldcg(p.alpha + t * p.ld_gate + h), p.dt_bias[h]);
+__device__ __forceinline__ Gates gates_of(const NextnGatedDeltaNet& p, float alpha, float beta, int h) {
+    const float x = __fadd_rn(alpha, p.dt_bias[h]);
     const float softplus = x > 20.0f ? x : log1pf(expf(x));
-    return {expf(__fmul_rn(p.a[h], softplus)),
-            __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__ldcg(p.beta + t * p.ld_gate + h))))};
+    return {expf(__fmul_rn(p.a[h], softplus)), __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-beta)))};
 }
 
-// The block's share of a head's state in registers: 8 value columns to a warp.  Lane: column lane%8, rows
-// 16b + 4*(lane/8) .. +3 of every b, so that its rows of k and q are conflict-free float4 loads.
-template <int D>
+// A block's share of a head's state, COLS value columns, in registers: a lane has 32 rows of one column, so that every
+// access to the pool is a full line.  warp = row part + (D/32) * column group.
+template <int D, int COLS>
 struct HeadState {
-    static constexpr int kBLOCKS = D / 16;
-    float s[kBLOCKS][4];
+    static constexpr int kROW_PARTS = D / 32, kTHREADS = 32 * kROW_PARTS * (COLS / 32);
+    using Partials = float2[2][kROW_PARTS][COLS];  // sums over a row part, by parity of the token
 
-    // `at`: this lane's first element, row 4*(lane/8) of its column.
-    __device__ __forceinline__ void load(const float* at, bool zero) {
+    float s[32];
+    int row0, column, parity = 0;
+
+    __device__ __forceinline__ HeadState()
+        : row0(32 * ((threadIdx.x >> 5) % kROW_PARTS)), column(32 * ((threadIdx.x >> 5) / kROW_PARTS) + (threadIdx.x & 31)) {}
+
+    // `head`: the state [D, D] of this head at the block's first column.
+    __device__ __forceinline__ void load(const float* head, bool zero) {
 #pragma unroll
-        for (int b = 0; b < kBLOCKS; ++b)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[b][e] = zero ? 0.0f : __ldcg(at + (16 * b + e) * D);
+        for (int i = 0; i < 32; ++i) s[i] = zero ? 0.0f : __ldcg(head + (row0 + i) * D + column);
     }
-    __device__ __forceinline__ void store(float* at) const {
+    __device__ __forceinline__ void store(float* head) const {
 #pragma unroll
-        for (int b = 0; b < kBLOCKS; ++b)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) __stcg(at + (16 * b + e) * D, s[b][e]);
+        for (int i = 0; i < 32; ++i) head[(row0 + i) * D + column] = s[i];
     }
-    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q), so both sums use the old state and run
-    // side by side.
-    __device__ __forceinline__ float step(const float* k, const float* q, float kq, float v, const Gates& gate, int lane) {
-        float4 sk = {0, 0, 0, 0}, sq = {0, 0, 0, 0}, kb[kBLOCKS];
-        const int part = lane >> 3;
+    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q), so both sums use the old state and run side
+    // by side.  Holds one block barrier; returns o of this lane's column (the same in every row part).
+    __device__ __forceinline__ float step(Partials& partials, const float* k, const float* q, float kq, const float* v,
+                                          const Gates& gate) {
+        float4 sk = {0, 0, 0, 0}, sq = {0, 0, 0, 0}, kb[8];
 #pragma unroll
-        for (int b = 0; b < kBLOCKS; ++b) {
-            kb[b] = *reinterpret_cast<const float4*>(k + 16 * b + 4 * part);
-            const float4 qb = *reinterpret_cast<const float4*>(q + 16 * b + 4 * part);
-            sk.x = __fmaf_rn(s[b][0], kb[b].x, sk.x); sq.x = __fmaf_rn(s[b][0], qb.x, sq.x);
-            sk.y = __fmaf_rn(s[b][1], kb[b].y, sk.y); sq.y = __fmaf_rn(s[b][1], qb.y, sq.y);
-            sk.z = __fmaf_rn(s[b][2], kb[b].z, sk.z); sq.z = __fmaf_rn(s[b][2], qb.z, sq.z);
-            sk.w = __fmaf_rn(s[b][3], kb[b].w, sk.w); sq.w = __fmaf_rn(s[b][3], qb.w, sq.w);
+        for (int b = 0; b < 8; ++b) {
+            kb[b] = *reinterpret_cast<const float4*>(k + row0 + 4 * b);
+            const float4 qb = *reinterpret_cast<const float4*>(q + row0 + 4 * b);
+            sk.x = __fmaf_rn(s[4 * b], kb[b].x, sk.x);     sq.x = __fmaf_rn(s[4 * b], qb.x, sq.x);
+            sk.y = __fmaf_rn(s[4 * b + 1], kb[b].y, sk.y); sq.y = __fmaf_rn(s[4 * b + 1], qb.y, sq.y);
+            sk.z = __fmaf_rn(s[4 * b + 2], kb[b].z, sk.z); sq.z = __fmaf_rn(s[4 * b + 2], qb.z, sq.z);
+            sk.w = __fmaf_rn(s[4 * b + 3], kb[b].w, sk.w); sq.w = __fmaf_rn(s[4 * b + 3], qb.w, sq.w);
         }
-        float k_sum = __fadd_rn(__fadd_rn(sk.x, sk.y), __fadd_rn(sk.z, sk.w));
-        float q_sum = __fadd_rn(__fadd_rn(sq.x, sq.y), __fadd_rn(sq.z, sq.w));
+        partials[parity][row0 / 32][column] = make_float2(horizontal(sk), horizontal(sq));
 #pragma unroll
-        for (int d = 8; d < 32; d <<= 1) {
-            k_sum = __fadd_rn(k_sum, __shfl_xor_sync(~0u, k_sum, d));
-            q_sum = __fadd_rn(q_sum, __shfl_xor_sync(~0u, q_sum, d));
+        for (int i = 0; i < 32; ++i) s[i] = __fmul_rn(gate.decay, s[i]);
+        __syncthreads();
+        float k_sum = 0.0f, q_sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < kROW_PARTS; ++r) {
+            const float2 f = partials[parity][r][column];
+            k_sum = __fadd_rn(k_sum, f.x);
+            q_sum = __fadd_rn(q_sum, f.y);
         }
-        const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, v));
+        parity ^= 1;  // so the next step's sums need no second barrier
+        const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, v[column]));
 #pragma unroll
-        for (int b = 0; b < kBLOCKS; ++b) {
-            s[b][0] = __fmaf_rn(kb[b].x, u, __fmul_rn(gate.decay, s[b][0]));
-            s[b][1] = __fmaf_rn(kb[b].y, u, __fmul_rn(gate.decay, s[b][1]));
-            s[b][2] = __fmaf_rn(kb[b].z, u, __fmul_rn(gate.decay, s[b][2]));
-            s[b][3] = __fmaf_rn(kb[b].w, u, __fmul_rn(gate.decay, s[b][3]));
+        for (int b = 0; b < 8; ++b) {
+            s[4 * b] = __fmaf_rn(kb[b].x, u, s[4 * b]);
+            s[4 * b + 1] = __fmaf_rn(kb[b].y, u, s[4 * b + 1]);
+            s[4 * b + 2] = __fmaf_rn(kb[b].z, u, s[4 * b + 2]);
+            s[4 * b + 3] = __fmaf_rn(kb[b].w, u, s[4 * b + 3]);
         }
         return __fmaf_rn(u, kq, __fmul_rn(gate.decay, q_sum));
     }
+
+private:
+    static __device__ __forceinline__ float horizontal(const float4& v) {
+        return __fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w));
+    }
 };
 
-// Sum of squares over D outputs in one fixed order whatever the number of blocks: 8 neighbouring columns by butterfly
-// (`squares` of each group of 8), then the groups in order.
-__device__ __forceinline__ float group_squares(float o) {
-    float v = __fmul_rn(o, o);
+// kq[t] = k[t] . q[t], one warp per token.
+template <int D, int TOKENS>
+__device__ __forceinline__ void key_query_dots(float (&kq)[TOKENS], const float (&k)[TOKENS][D], const float (&q)[TOKENS][D],
+                                               int count) {
+    const int lane = threadIdx.x & 31;
+    for (int t = threadIdx.x >> 5; t < count; t += blockDim.x >> 5) {
+        float v = 0.0f;
 #pragma unroll
-    for (int d = 1; d < 8; d <<= 1) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, d));
-    return v;
+        for (int e = 0; e < D / 32; ++e) v = __fmaf_rn(k[t][lane + 32 * e], q[t][lane + 32 * e], v);
+        v = warp_sum(v);
+        if (lane == 0) kq[t] = v;
+    }
 }
 
+// The sum of squares over a head's D outputs is taken in one order however they are spread over blocks: 32 columns by
+// butterfly (warp_sum), then the groups of 32 in order.
 __device__ __forceinline__ float gated_norm(float o, float total, int dim, float eps, float weight, float gate) {
     const float factor = __frsqrt_rn(__fmaf_rn(total, 1.0f / dim, eps));
     return __fmul_rn(__fmul_rn(__fmul_rn(o, factor), weight), gate);

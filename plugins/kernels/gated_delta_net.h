@@ -9,8 +9,8 @@
 //   S      = g S + k (b (v - (g S)^T k))^T,  o = S^T q
 //   y      = o / sqrt(mean o^2 + eps) * norm_weight * silu(z)
 typedef struct NextnGatedDeltaNet {
-    const float* qkv;          // [t, C] f32, C = 2*HK*D + HV*D, row stride ld_qkv (multiple of 4)
-    const float* z;            // [t, HV*D], stride ld_z
+    const float* qkv;          // [t, C] f32, C = 2*HK*D + HV*D, row stride ld_qkv (a multiple of 4)
+    const float* z;            // [t, HV*D], stride ld_z (a multiple of 4)
     const float* alpha;        // [t, HV], stride ld_gate
     const float* beta;         // [t, HV], stride ld_gate
     int64_t ld_qkv, ld_z, ld_gate;

@@ -54,13 +54,14 @@ __device__ __forceinline__ ScaleMin unpack_scale_min(uint32_t w0, uint32_t w1, u
 //   frag 2048 B: [32-value step kk/2: 4][lane: 32][kk%2: 2][8 B]  B operand of m16n8k32, column 2*(t%4) = hi, +1 = lo
 //   sum32 256 B: [lane: 32][8 B]  sums over 32 values as B operand against the mins (see pack_sum32)
 //   sum16 256 B: [lane: 32][8 B]  sums over 16 values as two m16n8k16 B operands (see pack_sum16)
-// and scale[4].
+// and scale[4]; then factor[8], one for each token, times which a product becomes that with the normed row.
 constexpr int kGroupTokens = 4;
 struct QuantizedRows {
     uint8_t* frag;
     uint8_t* sum32;
     uint8_t* sum16;
     float* scale;
+    float* factor;
 };
 
 }  // namespace nextn

@@ -2,8 +2,8 @@
 //
 //   block = ks consumer warps + 1 producer warp, persistent; a tile is 16 rows.
 //   ring stage = 16 rows x ks superblocks of one tile, one bulk copy per row (16-byte cp.async below 9.0)
-//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers: with one chunk
-//   it quantises them itself while the ring fills, else they come from quantize_rows
+//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers: one token against one chunk
+//   is quantised here while the ring fills, else they come from quantize_rows (same bits either way)
 //   an RMSNorm's 1/rms is a factor of the whole row, so it is applied to the finished sums
 //   a pair of tiles walks all chunks, then the warps' partial sums meet in shared memory in warp order
 // Every choice that fixes the order of a sum (ks, chunks) follows from k, type and device, never from t.
@@ -20,7 +20,8 @@ constexpr int kROWS = 16, kPAIR = 2, kMAX_KS = 16, kMAX_STAGES = 8;
 struct DecodeMatrix { const uint8_t* weight; float* y; int64_t ldy; int n, tiles; };
 struct DecodeParams {
     DecodeMatrix matrix[NEXTN_MAX_MATRICES];
-    QuantizedRows quantized;  // several chunks; with one chunk the kernel quantises x itself
+    QuantizedRows quantized;
+    bool own;  // quantise x here instead
     const float* x;
     const float* norm;
     int64_t ldx;
@@ -57,7 +58,7 @@ __device__ __forceinline__ Piece piece_at(const DecodeParams& p, const DecodeMat
     return {from - skew, (bytes + skew + 15) & ~15, skew};
 }
 
-// All lanes of the producer warp.
+// All lanes of one warp.
 template <int TYPE>
 __device__ __forceinline__ void produce(const DecodeParams& p, uint8_t* stage, uint64_t* full, const Tile& tile, int c,
                                         int lane) {
@@ -122,39 +123,40 @@ __device__ __forceinline__ void reduce_pair(const DecodeParams& p, const float* 
         float sum = 0.0f, up = 0.0f;
         for (int w = 0; w < p.ks; ++w) sum = __fadd_rn(sum, partial[w * kPAIR * kTILE + e]);
         const int lane = e & 31, half = (e >> 5) & 1, token = (e >> 6) % NT * kGroupTokens + (lane & 3), i = e / kTILE;
-        if (factor) sum = __fmul_rn(sum, factor[token]);
+        sum = __fmul_rn(sum, factor[token]);
         if (p.swiglu) {
             for (int w = 0; w < p.ks; ++w) up = __fadd_rn(up, partial[w * kPAIR * kTILE + kTILE + e]);
-            if (factor) up = __fmul_rn(up, factor[token]);
+            up = __fmul_rn(up, factor[token]);
             sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), up);
         }
         store(p, tile_at(p, first + i), (lane >> 2) + 8 * half, token, sum);
     }
 }
 
-// Each consumer warp quantises its superblock; with a norm, factor[token] = 1/rms becomes valid after the next barrier.
-template <int TYPE, int NT>
-__device__ __forceinline__ void quantize_own(const DecodeParams& p, TokenOperand<TYPE, NT>& x, int warp, int lane,
-                                             float (&squares)[kMAX_KS][NEXTN_MAX_DECODE_T], float* factor) {
-    float own[NT];
+__device__ __forceinline__ void consumer_barrier(int warps) {
+    asm volatile("bar.sync 1, %0;" :: "r"(32 * warps) : "memory");
+}
+
+// One token: every warp quantises its superblock; factor (1/rms, 1 without a norm) is for the epilogue and becomes valid
+// at the first reduce_pair's barrier.
+template <int TYPE>
+__device__ __forceinline__ void quantize_own(const DecodeParams& p, TokenOperand<TYPE, 1>& x, int warp, int lane,
+                                             float* squares, float* factor) {
+    float own[1];
     x.quantize(p.x, p.ldx, p.t, p.norm, warp, lane, own);
-    if (!p.norm) return;
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-        if (lane % 8 == 0) squares[warp][kGroupTokens * n + lane / 8] = own[n];
-    asm volatile("bar.sync 1, %0;" :: "r"(32 * p.ks) : "memory");
-    if (threadIdx.x < kGroupTokens * NT) {
-        float total = 0.0f;
-        for (int w = 0; w < p.ks; ++w) total = __fadd_rn(total, squares[w][threadIdx.x]);
-        factor[threadIdx.x] = __frsqrt_rn(__fmaf_rn(total, 1.0f / (p.supers * kSUPER), p.eps));
-    }
+    if (lane == 0) squares[warp] = own[0];
+    consumer_barrier(p.ks);
+    if (threadIdx.x >= kGroupTokens) return;
+    float total = 0.0f;
+    for (int w = 0; w < p.ks; ++w) total = __fadd_rn(total, squares[w]);
+    factor[threadIdx.x] = p.norm ? rms_factor(total, p.supers * kSUPER, p.eps) : 1.0f;
 }
 
 template <int TYPE, int NT>
 __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) uint8_t smem[];
     __shared__ __align__(8) uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];
-    __shared__ float squares[kMAX_KS][NEXTN_MAX_DECODE_T], factor[NEXTN_MAX_DECODE_T];
+    __shared__ float squares[kMAX_KS], factor[NEXTN_MAX_DECODE_T];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int stage_bytes = kROWS * p.row_stride;
     launch_dependents();
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
     const int begin = static_cast<int>(static_cast<int64_t>(p.units) * blockIdx.x / gridDim.x) * per_unit;
     const int end = static_cast<int>(static_cast<int64_t>(p.units) * (blockIdx.x + 1) / gridDim.x) * per_unit;
     RingPosition at;
-    if (warp == p.ks) {
+    if (warp == p.ks) {  // the producer: weights do not depend on the launch before
         for (int v = begin; v < end; v += kPAIR)
             for (int c = 0; c < p.chunks; ++c)
                 for (int i = 0; i < kPAIR && v + i < end; ++i, at.next(p.stages)) {
@@ -182,13 +184,19 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
                 }
         return;
     }
-    float* partial = reinterpret_cast<float*>(smem + p.stages * stage_bytes);
     wait_for_predecessor();
     TokenOperand<TYPE, NT> x;
-    if (p.chunks == 1) quantize_own<TYPE, NT>(p, x, warp, lane, squares, factor);
-    const float* factors = p.chunks == 1 && p.norm ? factor : nullptr;
-    int buffer = 0;
-    for (int v = begin; v < end; v += kPAIR, buffer ^= 1) {
+    bool own = false;
+    if constexpr (NT == 1) {
+        own = p.own;
+        if (own) quantize_own(p, x, warp, lane, squares, factor);
+    }
+    if (!own) {
+        if (p.chunks == 1) x.load(p.quantized, warp, lane);
+        if (threadIdx.x < kGroupTokens * NT) factor[threadIdx.x] = __ldcg(p.quantized.factor + threadIdx.x);
+    }
+    float* partial = reinterpret_cast<float*>(smem + p.stages * stage_bytes);
+    for (int v = begin, buffer = 0; v < end; v += kPAIR, buffer ^= 1) {
         float y[kPAIR][NT][2] = {};
         for (int c = 0; c < p.chunks; ++c) {
             const bool mine = c * p.ks + warp < p.supers;
@@ -214,8 +222,8 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
                 for (int h = 0; h < 2; ++h) mine[((warp * kPAIR + i) * NT + n) * 64 + 32 * h + lane] = y[i][n][h];
         // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only
         // after it has read this one's sums.
-        asm volatile("bar.sync 1, %0;" :: "r"(32 * p.ks) : "memory");
-        reduce_pair<NT>(p, mine, factors, v, min(kPAIR, end - v));
+        consumer_barrier(p.ks);
+        reduce_pair<NT>(p, mine, factor, v, min(kPAIR, end - v));
     }
 }
 
@@ -234,7 +242,7 @@ Plan plan_for(int type, int supers, int groups, const DeviceLimits& d) {
         const size_t row = round_up(static_cast<size_t>(plan.ks) * bytes + (type == kNEXTN_Q6_K ? 15 + 4 : 0), 16);
         plan.row_stride = static_cast<int>(round_up(row - 16, 128) + 16);
         const size_t stage = static_cast<size_t>(kROWS) * plan.row_stride;
-        plan.per_sm = max(1, min(20 / plan.ks, 8));
+        plan.per_sm = max(1, kMAX_KS / plan.ks);
         const size_t room = static_cast<size_t>(d.smem_per_sm) / plan.per_sm - 2048;
         const size_t all = min(room, static_cast<size_t>(d.smem_per_block) - 1024);
         if (partial_bytes(plan.ks, 2) + 3 * stage > all && plan.ks > 4) continue;
@@ -254,7 +262,11 @@ cudaError_t launch_type(const Launch& l, int groups, const DecodeParams& p, cuda
 }  // namespace
 
 bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits& limits) {
-    return plan_for(type, m.k / kSUPER, ceil_div(m.t, kGroupTokens), limits).chunks == 1;
+    // with more tokens every block would read and quantise as many rows, and with few tiles nothing hides that it does:
+    // either costs more than a launch
+    int64_t rows = 0;
+    for (int i = 0; i < m.n_matrices; ++i) rows += m.matrix[i].type == type ? m.matrix[i].n : 0;
+    return m.t == 1 && rows >= kROWS * limits.sm_count && plan_for(type, m.k / kSUPER, 1, limits).chunks == 1;
 }
 
 cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,
@@ -268,6 +280,7 @@ cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const Quan
         p.units += m.swiglu && i ? 0 : p.matrix[i].tiles;
     }
     p.quantized = quantized;
+    p.own = decode_quantizes_itself(m, type, limits);
     p.x = m.x;
     p.ldx = m.ldx;
     p.norm = m.norm_weight;

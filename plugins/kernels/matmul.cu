@@ -14,7 +14,8 @@ MatmulWorkspace matmul_workspace(void* base, int t, int k) {
     if (t <= NEXTN_MAX_DECODE_T) {
         const size_t slots = supers * ceil_div(t, kGroupTokens);
         w.quantized = {take(slots * 2048), take(slots * 256), take(slots * 256),
-                       reinterpret_cast<float*>(take(slots * kGroupTokens * sizeof(float)))};
+                       reinterpret_cast<float*>(take(slots * kGroupTokens * sizeof(float))),
+                       reinterpret_cast<float*>(take(NEXTN_MAX_DECODE_T * sizeof(float)))};
     } else {
         w.half_rows = reinterpret_cast<__half*>(take(sizeof(__half) * t * k));
         w.half_sums = reinterpret_cast<__half*>(take(sizeof(__half) * t * supers * 16));

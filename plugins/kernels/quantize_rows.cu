@@ -1,8 +1,7 @@
-// Activations to int8 hi/lo pairs in tensor-core operand order, with an optional RMSNorm on the way, for rows too long
-// for the matmul kernel to do this itself.
+// Activations to int8 hi/lo pairs in tensor-core operand order, with an optional RMSNorm on the way.
 //
-// One warp takes 256 values of one token.  The norm's 1/rms is a factor of the whole row, so it only enters the
-// scales: values are quantised at once and the row's sum of squares is needed at the very end.
+// One warp takes 256 values of one token.  The norm's 1/rms is a factor of the whole row, so values are quantised at once
+// and the row's sum of squares is needed only by the matmul's epilogue.
 #include "launch.cuh"
 #include "matmul_parts.cuh"
 #include "ptx.cuh"
@@ -61,45 +60,37 @@ __device__ float quantize_superblock(const float4 (&v)[2], const QuantizedRows& 
 __global__ void __launch_bounds__(32 * kMAX_WARPS) quantize_rows_kernel(
     const float* __restrict__ x, int64_t ldx, int k, int groups, const float* __restrict__ norm, float eps,
     QuantizedRows out) {
+    extern __shared__ float squares[];  // by superblock
     launch_dependents();
-    wait_for_predecessor();
-    extern __shared__ float scales[];  // [superblocks of this block]
-    __shared__ float warp_sum[kMAX_WARPS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     const int token = blockIdx.x, supers = k / kSUPER;
-    const int begin = norm ? 0 : blockIdx.y * warps;
-    const int end = norm ? supers : min(begin + warps, supers);
-    float squares = 0.0f;
+    const int begin = norm ? 0 : blockIdx.y * warps, end = norm ? supers : min(begin + warps, supers);
+    wait_for_predecessor();
     for (int sb = begin + warp; sb < end; sb += warps) {
         const int64_t at = static_cast<int64_t>(sb) * kSUPER + 32 * (lane >> 2) + 4 * (lane & 3);
         float4 v[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            v[h] = __ldcg(reinterpret_cast<const float4*>(x + token * ldx + at + 16 * h));
-            if (!norm) continue;
-            squares = __fmaf_rn(v[h].x, v[h].x, squares); squares = __fmaf_rn(v[h].y, v[h].y, squares);
-            squares = __fmaf_rn(v[h].z, v[h].z, squares); squares = __fmaf_rn(v[h].w, v[h].w, squares);
-            const float4 w = *reinterpret_cast<const float4*>(norm + at + 16 * h);
-            v[h] = make_float4(__fmul_rn(v[h].x, w.x), __fmul_rn(v[h].y, w.y), __fmul_rn(v[h].z, w.z),
-                               __fmul_rn(v[h].w, w.w));
+        for (int h = 0; h < 2; ++h) v[h] = __ldcg(reinterpret_cast<const float4*>(x + token * ldx + at + 16 * h));
+        if (norm) {
+            float sum = squares_of(v[0], v[1]);
+            for (const int d : {4, 8, 1, 2, 16}) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+            if (lane == 0) squares[sb] = sum;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float4 w = *reinterpret_cast<const float4*>(norm + at + 16 * h);
+                v[h] = make_float4(__fmul_rn(v[h].x, w.x), __fmul_rn(v[h].y, w.y), __fmul_rn(v[h].z, w.z),
+                                   __fmul_rn(v[h].w, w.w));
+            }
         }
         const int64_t slot = static_cast<int64_t>(sb) * groups + token / kGroupTokens;
         const float scale = quantize_superblock(v, out, slot, token % kGroupTokens, lane);
-        if (lane == 0) scales[sb - begin] = scale;
-    }
-    float factor = 1.0f;
-    if (norm) {
-        for (int d = 16; d; d >>= 1) squares += __shfl_xor_sync(~0u, squares, d);
-        if (lane == 0) warp_sum[warp] = squares;
-        __syncthreads();
-        float total = 0.0f;
-        for (int w = 0; w < warps; ++w) total += warp_sum[w];
-        factor = __frsqrt_rn(__fmaf_rn(total, 1.0f / k, eps));
+        if (lane == 0) out.scale[slot * kGroupTokens + token % kGroupTokens] = scale;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < end - begin; i += blockDim.x)
-        out.scale[(static_cast<int64_t>(begin + i) * groups + token / kGroupTokens) * kGroupTokens
-                  + token % kGroupTokens] = __fmul_rn(scales[i], factor);
+    if (threadIdx.x || blockIdx.y) return;
+    float total = 0.0f;
+    for (int sb = 0; norm && sb < supers; ++sb) total = __fadd_rn(total, squares[sb]);
+    out.factor[token] = norm ? rms_factor(total, k, eps) : 1.0f;
 }
 
 }  // namespace
@@ -110,7 +101,7 @@ cudaError_t quantize_rows(const NextnMatmul& m, const MatmulWorkspace& w, cudaSt
     Launch l;
     l.grid = dim3(m.t, m.norm_weight ? 1 : ceil_div(supers, warps));
     l.block = dim3(32 * warps);
-    l.smem = sizeof(float) * (m.norm_weight ? supers : warps);
+    l.smem = m.norm_weight ? sizeof(float) * supers : 0;
     l.pdl = m.flags & NEXTN_PDL;
     return launch(l, stream, quantize_rows_kernel, m.x, m.ldx, m.k, groups, m.norm_weight, m.norm_eps, w.quantized);
 }

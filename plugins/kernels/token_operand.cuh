@@ -59,6 +59,18 @@ __device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
     return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | static_cast<uint32_t>(d) << 24;
 }
 
+// x^2 summed over a superblock.  Values are split 8 at a time among 32 places, place 4*s + q holding values 4q.. and
+// 16+4q.. of 32-value step s; the sum runs over each place in order, then pairs of places at distance 4, 8, 1, 2, 16.
+__device__ __forceinline__ float squares_of(const float4& a, const float4& b) {
+    float v = __fmul_rn(a.x, a.x);
+    v = __fmaf_rn(a.y, a.y, v); v = __fmaf_rn(a.z, a.z, v); v = __fmaf_rn(a.w, a.w, v);
+    v = __fmaf_rn(b.x, b.x, v); v = __fmaf_rn(b.y, b.y, v); v = __fmaf_rn(b.z, b.z, v);
+    return __fmaf_rn(b.w, b.w, v);
+}
+__device__ __forceinline__ float rms_factor(float squares, int k, float eps) {
+    return __frsqrt_rn(__fmaf_rn(squares, 1.0f / k, eps));
+}
+
 template <int TYPE, int NT>
 struct TokenOperand {
     uint32_t frag[NT][16];  // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
@@ -94,12 +106,12 @@ struct TokenOperand {
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(row + 16 * i));
             uint32_t bits = 0;
-            float sum = 0.0f;
+            // distances 4 and 8 are this lane's own four places, 1 and 2 its neighbours q, 16 its partner
+            float sum = __fadd_rn(__fadd_rn(squares_of(v[0], v[1]), squares_of(v[2], v[3])),
+                                  __fadd_rn(squares_of(v[4], v[5]), squares_of(v[6], v[7])));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 if (norm) {
-                    sum = __fmaf_rn(v[i].x, v[i].x, sum); sum = __fmaf_rn(v[i].y, v[i].y, sum);
-                    sum = __fmaf_rn(v[i].z, v[i].z, sum); sum = __fmaf_rn(v[i].w, v[i].w, sum);
                     const float4 w = __ldg(reinterpret_cast<const float4*>(norm + at + 16 * i));
                     v[i] = make_float4(__fmul_rn(v[i].x, w.x), __fmul_rn(v[i].y, w.y), __fmul_rn(v[i].z, w.z),
                                        __fmul_rn(v[i].w, w.w));
