@@ -1,7 +1,7 @@
 """llama.cpp on the CPU, through the library in the wheel `llama-cpp-py-sync`: the peer that numbers are compared with.
 
-Two contexts over one model, both with a float32 KV cache and no flash attention: the trunk, and one of type MTP that
-holds the NextN head. The head is reached through C++-mangled names, so the wheel is pinned.
+Two contexts over one model, with a float32 KV cache and no flash attention: the trunk, and one of type MTP that holds
+the NextN head. The head is reached through C++-mangled names, so the wheel is pinned.
 
 Give dequantised files where numbers matter: for quantised weights ggml rounds activations to 8 bits, and then even one
 row and a batch differ.
@@ -64,8 +64,9 @@ def _on_log(level: int, text: Any, _: Any) -> None:
 class LlamaCpp:
     """One model and one sequence.
 
-    max_drafts: the deepest rollback of the trunk. mtp: load the NextN head. fast: repack weights for speed, as
-    llama.cpp does by default; sums are then ordered otherwise. threads: more than there are idle cores is very slow.
+    max_drafts: the deepest rollback of the trunk. mtp: load the NextN head. fast: llama.cpp's own
+    defaults (weights repacked, KV in half precision, flash attention) instead of its exact ways. threads: more than
+    there are idle cores is very slow.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class LlamaCpp:
         fast: bool = False,
     ) -> None:
         self._lib = _library()
-        self._size, self._threads, self._max_drafts = n_ctx, threads, max_drafts
+        self._size, self._threads, self._max_drafts, self._fast = n_ctx, threads, max_drafts, fast
         options = self._lib.llama_model_default_params()
         options.n_gpu_layers = 0
         options.load_mtp = mtp
@@ -106,8 +107,9 @@ class LlamaCpp:
         options.n_ctx = options.n_batch = options.n_ubatch = self._size
         options.n_seq_max = 1
         options.n_threads = options.n_threads_batch = self._threads
-        options.type_k = options.type_v = 0  # float32
-        options.flash_attn_type = 0
+        if not self._fast:
+            options.type_k = options.type_v = 0  # float32
+            options.flash_attn_type = 0
         options.no_perf = True
         if trunk == _ffi.NULL:
             options.n_rs_seq = self._max_drafts
