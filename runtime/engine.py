@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,11 +26,21 @@ class Pass:
 
     choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's).
     hidden: rows of the trunk's hidden state after output_norm, [T, D]; opaque to the loop, which only slices rows
-    (``hidden[a:b]``) and hands them to the draft engine.
+    (``hidden[a:b]``) and hands them to the draft engine. They are valid until the trunk's next pass; `DraftEngine.join`
+    makes a copy that stays.
     """
 
     choices: np.ndarray
     hidden: Any
+
+
+@dataclass(frozen=True)
+class DraftedPass:
+    """Outcome of drafting and verifying in one go. draft_share: part of the time that went into drafting, 0..1."""
+
+    drafts: np.ndarray
+    result: Pass
+    draft_share: float
 
 
 class TrunkEngine(Protocol):
@@ -79,4 +89,13 @@ class DraftEngine(Protocol):
         """One all-zero hidden row [1, D]: what stands before the first token of a sequence."""
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Concatenate hidden rows along axis 0."""
+        """Concatenate hidden rows along axis 0; always a copy."""
+
+
+@runtime_checkable
+class RoundEngine(DraftEngine, Protocol):
+    """A draft engine that can also run a whole round, of its drafts and the trunk's verify pass, in one go."""
+
+    def draft_and_verify(self, trunk: Any, tokens: Sequence[int], hidden: Any, n: int) -> DraftedPass | None:
+        """As `draft`, then the trunk's `verify` of [tokens[-1], *drafts]. None: not with these samplers; nothing was
+        done."""

@@ -67,6 +67,16 @@ class SamplingParams:
         return self if self.seed >= 0 else dataclasses.replace(self, seed=secrets.randbits(32))
 
 
+@dataclass(frozen=True)
+class ParamsSampler:
+    """Token choice with resolved ``params``, as the engines take it: a pure function of (logits, positions)."""
+
+    params: SamplingParams
+
+    def __call__(self, logits: F32, positions: I64) -> I64:
+        return choose(logits, positions, self.params)
+
+
 def choose(logits: F32, positions: I64, params: SamplingParams) -> I64:
     """The token chosen for each row.   logits: [R, V] f32, positions: [R] -> [R] i64.
 

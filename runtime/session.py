@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
 from runtime.controller import AdaptiveDraft, Controller, FixedDraft
 from runtime.engine import DraftEngine, Sampler, TrunkEngine
-from runtime.sampling import SamplingParams, choose
+from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
 from runtime.tokenizer import Tokenizer
 
@@ -103,7 +102,7 @@ def open_session(
 ) -> Session:
     """Load an exported folder.
 
-    context_size: tokens that prompt and text together may have; 0 = what the model was made for. threads 0: one per
+    context_size: tokens that prompt and text together may have; 0 = what model and engines hold. threads 0: one per
     core. Raises UsageError, or EngineError when the folder or the backend is not usable.
     """
     spec = spec or SpecOptions()
@@ -113,10 +112,11 @@ def open_session(
     manifest = load_manifest(folder)
     for role in manifest.files:  # better said here than by a library in the middle of loading
         manifest.file(folder, role)
-    context_size = _context_size(context_size, manifest)
+    _check_context_size(context_size, manifest)
     if spec.spec_type == "draft-mtp" and not manifest.has_draft:
         raise UsageError(f"{manifest.model_name} has no NextN draft head; use --spec-type none or auto")
-    chosen, open_engines = _backend(backend, manifest)
+    chosen, open_engines, context_limit = _backend(backend, manifest)
+    context_size = context_size or int(min(context_limit(folder), manifest.geometry.context_length))
     draft_n_max = spec.draft_n_max if spec.wants_draft else 0
     trunk, draft = open_engines(
         folder,
@@ -142,11 +142,7 @@ def open_session(
 
 def make_sampler(params: SamplingParams) -> Sampler:
     """Token choice with resolved ``params``, for trunk and draft head alike."""
-
-    def sampler(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return choose(logits, positions, params)
-
-    return sampler
+    return ParamsSampler(params)
 
 
 def check_prompt_ids(ids: Sequence[int], manifest: Manifest) -> None:
@@ -157,17 +153,17 @@ def check_prompt_ids(ids: Sequence[int], manifest: Manifest) -> None:
             raise UsageError(f"token {place} of the prompt is {token}; this model has ids 0 to {vocab_size - 1}")
 
 
-def _context_size(asked: int, manifest: Manifest) -> int:
+def _check_context_size(asked: int, manifest: Manifest) -> None:
     """The context in tokens. A file whose rope is scaled says so in its own context length: that is the bound."""
     longest = manifest.geometry.context_length
     if not 0 <= asked <= longest:
         raise UsageError(
             f"--ctx-size {asked}: {manifest.model_name} was made for 1 to {longest} tokens (0: all of them)"
         )
-    return asked or longest
 
 
-def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines]:
+def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines, Callable[[Path], float]]:
+    """Its name, what opens its engines, and what tells the tokens that the engines of a folder hold."""
     if asked not in BACKENDS:
         raise UsageError(f"--backend {asked}: wanted one of {', '.join(BACKENDS)}")
     chosen = manifest.target if asked == "auto" else asked
@@ -180,5 +176,12 @@ def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines]:
             raise EngineError("onnxruntime is not installed; pip install onnxruntime (needs Python 3.11 or newer)")
         from runtime.engine_onnxruntime import open_engines
 
-        return chosen, open_engines
-    raise EngineError(f"backend {chosen}: this version has no {chosen} engines; use --backend onnxruntime")
+        return chosen, open_engines, lambda folder: math.inf
+    if manifest.target != chosen:
+        raise EngineError(
+            f"{manifest.model_name} was exported for {manifest.target}; build tensorrt engines with `python -m "
+            "engines.build MODEL.gguf -o DIR` and give DIR, or use --backend onnxruntime"
+        )
+    from runtime import engine_tensorrt
+
+    return chosen, engine_tensorrt.open_engines, engine_tensorrt.context_limit

@@ -21,7 +21,7 @@ import numpy as np
 
 from engines.errors import UsageError
 from runtime.controller import Controller, Round
-from runtime.engine import DraftEngine, Sampler, TrunkEngine
+from runtime.engine import DraftEngine, Pass, RoundEngine, Sampler, TrunkEngine
 
 MAX_TOKENS_UNLIMITED = -1
 
@@ -137,15 +137,13 @@ def generate(
         began = clock()
         limit = min(budget - stats.predicted_n, trunk.max_rows) - 1
         n = controller.draft_n(limit) if draft else 0
-        drafts, n_rows = head.draft(n)
-        drafted = clock()
-        result = trunk.verify([block[-1], *drafts])
+        drafts, n_rows, result, draft_ms = head.draft_and_verify(trunk, block[-1], n, began, clock)
         n_accept = _leading_matches(drafts, result.choices)
         block = _through_end(result.choices[: n_accept + 1].tolist(), end_token_ids)
         trunk.commit(len(block))
-        verified = clock()
+        round_ms = 1000.0 * (clock() - began)
         head.take(block, result.hidden[: len(block)])
-        done = Round(n, n_accept, n_rows, 1000.0 * (drafted - began), 1000.0 * (verified - drafted))
+        done = Round(n, n_accept, n_rows, draft_ms, round_ms - draft_ms)
         stats.count(done)
         controller.observe(done)
 
@@ -238,7 +236,25 @@ class _Head:
         for first in range(0, n, self._engine.prefill_chunk):
             piece = slice(first, min(first + self._engine.prefill_chunk, n))
             self._engine.prefill(self._tokens[piece], hidden[piece])
-        self._tokens, self._hidden = self._tokens[n:], [hidden[n:]]
+        # The rows of a pass last until the next one, a copy stays.
+        self._tokens, self._hidden = self._tokens[n:], [self._engine.join([hidden[n:]])]
+
+    def draft_and_verify(
+        self, trunk: TrunkEngine, last: int, n: int, began: float, clock: Callable[[], float]
+    ) -> tuple[list[int], int, Pass, float]:
+        """Draft n tokens, let the trunk verify them after ``last``: (drafts, rows taken, outcome, ms of drafting).
+
+        Drafting and verifying are one call where the engines offer it. began: the round's, on ``clock``."""
+        n_queued = len(self._tokens)
+        if n and isinstance(self._engine, RoundEngine) and n_queued <= self._engine.prefill_chunk:
+            both = self._engine.draft_and_verify(trunk, self._tokens, self._joined(), n)
+            if both is not None:
+                self._tokens, self._hidden = [], []
+                draft_ms = both.draft_share * 1000.0 * (clock() - began)
+                return [int(token) for token in both.drafts], n_queued, both.result, draft_ms
+        drafts, n_rows = self.draft(n)
+        draft_ms = 1000.0 * (clock() - began)
+        return drafts, n_rows, trunk.verify([last, *drafts]), draft_ms
 
     def draft(self, n: int) -> tuple[list[int], int]:
         """Take the queued rows and draft n tokens after them: (drafts, rows taken).
@@ -251,6 +267,7 @@ class _Head:
         if n_queued > self._engine.prefill_chunk:
             self.feed(keep=1)
         if n == 0:
+            self._hidden[-1:] = [self._engine.join(self._hidden[-1:])]
             return [], n_queued - len(self._tokens)
         drafts = self._engine.draft(self._tokens, self._joined(), n)
         assert len(drafts) == n, f"asked for {n} drafts, got {len(drafts)}"

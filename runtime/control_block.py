@@ -1,0 +1,84 @@
+"""The few numbers that a pass reads from device memory, so that recorded passes serve any position, slot and token.
+
+All are written on the host, into pinned memory, and travel in one copy at the start of a pass. What comes back are the
+tokens of a verify pass and the trunk's choices, side by side, in one copy as well. Read them when the stream is idle,
+and write only then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runtime.cuda import ALIGNMENT, DeviceBuffer, PinnedBuffer, Stream
+from runtime.token_choice import SAMPLING_NBYTES
+
+_I32 = np.dtype(np.int32).itemsize
+MAX_STEPS = 8  # drafts in a row
+_TOKENS = 32  # tokens of a pass that is verified, and as many choices
+
+
+class ControlBlock:
+    """Arrays on the host, and with the prefix ``at_`` the addresses of their device copies."""
+
+    def __init__(self, stream: Stream, prefill_chunk: int) -> None:
+        self._stream = stream
+        sizes = {
+            "trunk_sampling": SAMPLING_NBYTES,
+            "draft_sampling": SAMPLING_NBYTES,
+            "slot": _I32,
+            "position": _I32,
+            "row": _I32,
+            "draft_row": _I32,
+            "zero": _I32,
+            "draft_positions": MAX_STEPS * ALIGNMENT,
+            "verified": 2 * _TOKENS * _I32,
+            "prompt": prefill_chunk * _I32,
+            "draft_tokens": prefill_chunk * _I32,
+        }
+        offsets, end = {}, 0
+        for name, nbytes in sizes.items():
+            offsets[name] = end
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = end
+        self._host, self._device = PinnedBuffer(end), DeviceBuffer(end)
+        self._host.array[:] = 0
+        self._back = PinnedBuffer(sizes["verified"])
+        self._at = {name: self._device.address + offset for name, offset in offsets.items()}
+
+        def view(name: str) -> np.ndarray:
+            return self._host.array[offsets[name] : offsets[name] + sizes[name]]
+
+        def integers(name: str) -> np.ndarray:
+            return view(name).view(np.int32)
+
+        self.trunk_sampling, self.draft_sampling = view("trunk_sampling"), view("draft_sampling")
+        self.slot, self.position, self.row = integers("slot"), integers("position"), integers("row")
+        self.draft_row = integers("draft_row")
+        self.draft_positions = integers("draft_positions")[:: ALIGNMENT // _I32]
+        self.prompt, self.draft_tokens = integers("prompt"), integers("draft_tokens")
+        verified = integers("verified")
+        self.tokens = verified[:_TOKENS]
+        back = self._back.array.view(np.int32)
+        self.tokens_back, self.choices_back = back[:_TOKENS], back[_TOKENS:]
+
+    def at(self, name: str) -> int:
+        """Device address of an array."""
+        return self._at[name]
+
+    def at_draft_position(self, step: int) -> int:
+        return self._at["draft_positions"] + step * ALIGNMENT
+
+    def at_token(self, index: int) -> int:
+        return self._at["verified"] + index * _I32
+
+    @property
+    def at_choices(self) -> int:
+        return self.at_token(_TOKENS)
+
+    def send(self) -> None:
+        """Queue the copy to the device."""
+        self._stream.to_device(self._device.address, self._host, self.nbytes)
+
+    def fetch(self) -> None:
+        """Queue the copy of tokens and choices to the host."""
+        self._stream.to_host(self._back, self._at["verified"], self._back.nbytes)

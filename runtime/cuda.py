@@ -1,0 +1,213 @@
+"""CUDA as the TensorRT backend needs it: device, stream, memory, graphs. The only file that calls the CUDA runtime.
+
+Every failing call raises: EngineError for a missing or unusable driver or GPU, ResourceError for memory. Objects free
+what they hold when they are collected; all work goes through one stream, so memory may be given back in that order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engines.errors import EngineError, ResourceError
+
+ALIGNMENT = 256  # of device addresses that begin an array
+_OUT_OF_MEMORY = 2
+_DRIVER_TOO_OLD = 35  # also what the runtime answers when there is no driver at all
+_NO_DEVICE = 100
+_NO_KERNEL_IMAGE = (98, 209)
+_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
+_RELAXED_CAPTURE = 2
+_NON_BLOCKING = 1
+_RECORD_EXTERNAL = 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPU in use. ``compute_capability``: (major, minor)."""
+
+    name: str
+    compute_capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name}, compute capability {self.compute_capability[0]}.{self.compute_capability[1]}"
+
+
+def open_device() -> Device:
+    """Make the first visible GPU current. Raises EngineError when there is no driver or no GPU."""
+    if not _call("cudaGetDeviceCount"):
+        raise EngineError("no NVIDIA GPU found (the driver shows none); check CUDA_VISIBLE_DEVICES and nvidia-smi")
+    _call("cudaSetDevice", 0)
+    properties = _call("cudaGetDeviceProperties", 0)
+    name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+    return Device(name.rstrip("\0"), (properties.major, properties.minor))
+
+
+def free_and_total_bytes() -> tuple[int, int]:
+    """Device memory: free now, and in all."""
+    free, total = _call("cudaMemGetInfo")
+    return int(free), int(total)
+
+
+def has_no_kernel(status: int) -> bool:
+    """Whether a launch failed because the code holds nothing for this GPU."""
+    return status in _NO_KERNEL_IMAGE
+
+
+def check_launch(status: int, what: str) -> None:
+    """Raise EngineError when a launcher of ours returned an error."""
+    if status:
+        raise EngineError(f"{what}: CUDA error {status}")
+
+
+class DeviceBuffer:
+    """Device memory of ``nbytes`` bytes at ``address``, contents undefined. Raises ResourceError."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = int(_call("cudaMalloc", max(nbytes, 1)))
+        weakref.finalize(self, _api().cudaFree, self.address)
+
+
+class PinnedBuffer:
+    """Page-locked host memory, which copies to and from the device overlap with other work. ``array``: uint8 view."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = int(_call("cudaHostAlloc", nbytes, 0))
+        self.array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.address))
+        weakref.finalize(self, _api().cudaFreeHost, self.address)
+
+
+class Event:
+    """A point on a stream whose time can be read."""
+
+    def __init__(self) -> None:
+        self.handle = _call("cudaEventCreate")
+        weakref.finalize(self, _api().cudaEventDestroy, self.handle)
+
+    def wait(self) -> None:
+        """Until the stream has passed this point."""
+        _call("cudaEventSynchronize", self.handle)
+
+    def ms_since(self, earlier: Event) -> float:
+        """Milliseconds between two points that have passed."""
+        return float(_call("cudaEventElapsedTime", earlier.handle, self.handle))
+
+
+class Graph:
+    """Recorded work, to be repeated as it is."""
+
+    def __init__(self, graph: Any) -> None:
+        self.handle = _call("cudaGraphInstantiate", graph, 0)
+        weakref.finalize(self, _api().cudaGraphExecDestroy, self.handle)
+        _call("cudaGraphDestroy", graph)
+
+
+class Stream:
+    """The stream that all work of a pair of engines goes through."""
+
+    def __init__(self) -> None:
+        self._stream = _call("cudaStreamCreateWithFlags", _NON_BLOCKING)
+        self.handle = int(self._stream)
+        self._graphs: dict[Hashable, Graph] = {}
+        self._capturing = False
+        weakref.finalize(self, _api().cudaStreamDestroy, self._stream)
+
+    def synchronize(self) -> None:
+        _call("cudaStreamSynchronize", self._stream)
+
+    def to_device(self, address: int, source: PinnedBuffer, nbytes: int, offset: int = 0) -> None:
+        self._copy(address, source.address + offset, nbytes, _HOST_TO_DEVICE)
+
+    def to_host(self, target: PinnedBuffer, address: int, nbytes: int) -> None:
+        self._copy(target.address, address, nbytes, _DEVICE_TO_HOST)
+
+    def on_device(self, address: int, source: int, nbytes: int) -> None:
+        self._copy(address, source, nbytes, _DEVICE_TO_DEVICE)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        _call("cudaMemsetAsync", address, 0, nbytes, self._stream)
+
+    def read(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A host copy of an array on the device, once all earlier work is done."""
+        out = np.empty(shape, dtype)
+        self._copy(out.ctypes.data, address, out.nbytes, _DEVICE_TO_HOST)
+        self.synchronize()
+        return out
+
+    def record(self, event: Event) -> None:
+        _call("cudaEventRecordWithFlags", event.handle, self._stream, _RECORD_EXTERNAL if self._capturing else 0)
+
+    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Queue ``work``; recorded under ``key`` the first time, so it must queue the same work every time."""
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(work)
+        _call("cudaGraphLaunch", self._graphs[key].handle, self._stream)
+
+    def _capture(self, work: Callable[[], None]) -> Graph:
+        _call("cudaStreamBeginCapture", self._stream, _kind("cudaStreamCaptureMode", _RELAXED_CAPTURE))
+        self._capturing = True
+        try:
+            work()
+        except BaseException:
+            _api().cudaStreamEndCapture(self._stream)  # the work's own error is the one to show
+            raise
+        finally:
+            self._capturing = False
+        return Graph(_call("cudaStreamEndCapture", self._stream))
+
+    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        _call("cudaMemcpyAsync", target, source, nbytes, _kind("cudaMemcpyKind", kind), self._stream)
+
+
+def _api() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise EngineError(
+            f"the CUDA Python package does not load ({error}); pip install 'nextn-trt[tensorrt]', "
+            "or use --backend onnxruntime"
+        ) from error
+    return runtime
+
+
+def _kind(name: str, value: int) -> Any:
+    return getattr(_api(), name)(value)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """Call the CUDA runtime; what it returns beside the status."""
+    api = _api()
+    try:
+        status, *values = getattr(api, name)(*arguments)
+    except Exception as error:
+        if type(error).__name__ != "DynamicLibNotFoundError":  # raised by the bindings where no driver is installed
+            raise
+        status, values = _DRIVER_TOO_OLD, []
+    if int(status):
+        raise _error(name, int(status), api)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _error(name: str, status: int, api: Any) -> EngineError | ResourceError:
+    if status == _DRIVER_TOO_OLD:
+        return EngineError(
+            "no NVIDIA driver found, or one too old for CUDA 13; install a driver >= 580, or use --backend onnxruntime"
+        )
+    if status == _NO_DEVICE:
+        return EngineError("no NVIDIA GPU found (the driver shows none); check CUDA_VISIBLE_DEVICES and nvidia-smi")
+    if status == _OUT_OF_MEMORY:
+        return ResourceError("out of GPU memory; close other programs, or use engines with a smaller --context")
+    text = api.cudaGetErrorString(_status(api, status))[1]
+    text = text.decode() if isinstance(text, bytes) else str(text)
+    return EngineError(f"{name} failed: {text} (CUDA error {status})")
+
+
+def _status(api: Any, status: int) -> Any:
+    return api.cudaError_t(status)

@@ -1,0 +1,140 @@
+"""Trunk and draft engines on TensorRT: what `engines.build` made, checked, loaded and given its memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from engines.engine_manifest import EngineManifest, load_engine_manifest
+from engines.errors import EngineError, UsageError
+from engines.manifest import Geometry, Manifest
+from plugins.load import find_library, library_digest, load_plugins, tensorrt
+from runtime import cuda
+from runtime.control_block import ControlBlock
+from runtime.device_weights import DeviceWeights
+from runtime.memory_plan import MemoryPlan, nbytes_of, plan_memory, state_bindings
+from runtime.tensorrt_draft import TensorrtDraft
+from runtime.tensorrt_session import EngineLoader, EngineSession
+from runtime.tensorrt_trunk import Shared, TensorrtTrunk
+from runtime.token_choice import TokenChoice
+
+_ROW_NUMBERS = 64
+_F32_BYTES = 4
+
+
+def open_engines(
+    folder: Path, manifest: Manifest, *, context_size: int, threads: int = 0, max_rows: int = 4, draft: bool = True
+) -> tuple[TensorrtTrunk, TensorrtDraft | None]:
+    """Load an exported folder with its engines. max_rows: draft_n of the longest round + 1; threads: not used.
+
+    Raises EngineError (driver, GPU, engines or plugins missing, or not fitting each other), UsageError (sizes beyond
+    the engines'), ResourceError (memory)."""
+    engines = load_engine_manifest(folder)
+    _check_sizes(folder, engines, context_size, max_rows)
+    library = _check_made_for(folder, engines, manifest)
+    device = cuda.open_device()
+    loader = EngineLoader(tensorrt(), device)
+    load_plugins(library)
+    stream = cuda.Stream()
+    roles = ["trunk", "draft"] if draft and "draft" in engines.engines else ["trunk"]
+    choice = TokenChoice(library, device, stream, engines.options.max_rows)
+    sessions = {role: EngineSession(loader, folder, engines, role, stream) for role in roles}
+    plan = memory_plan(engines, manifest.geometry, sessions)
+    plan.check(*cuda.free_and_total_bytes())
+
+    shared = Shared(
+        stream=stream,
+        control=ControlBlock(stream, engines.options.prefill_chunk),
+        choice=choice,
+        geometry=manifest.geometry,
+        manifest=engines,
+        states={
+            binding.name: cuda.DeviceBuffer(nbytes_of(binding))
+            for role in roles
+            for binding in state_bindings(engines.engines[role])
+        },
+        row_numbers=_row_numbers(stream),
+    )
+    weights = _upload(folder, engines, roles, stream)
+    trunk = TensorrtTrunk(sessions["trunk"], shared, context_size, max_rows)
+    head = TensorrtDraft(sessions["draft"], shared) if "draft" in roles else None
+    scratch = cuda.DeviceBuffer(plan.activations)
+    for role, engine in (("trunk", trunk), ("draft", head)):
+        if engine is not None:
+            state = {name: buffer.address for name, buffer in shared.states.items()}
+            sessions[role].bind({**weights.addresses, **state, **engine.fixed_addresses()}, scratch, weights)
+            engine.warm_up()
+    return trunk, head
+
+
+def context_limit(folder: Path) -> int:
+    """Tokens that the KV caches of a folder's engines hold."""
+    return load_engine_manifest(folder).options.context
+
+
+def memory_plan(engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession]) -> MemoryPlan:
+    """What opened sessions will need, before it is taken."""
+    options = engines.options
+    rows = 2 * options.prefill_chunk + 4 * options.max_rows
+    buffers = (rows * geometry.hidden_size + (options.max_rows + 1) * geometry.vocab_size) * _F32_BYTES
+    activations = max(session.activation_nbytes for session in sessions.values())
+    return plan_memory(engines, sessions, activations, buffers)
+
+
+def _check_sizes(folder: Path, engines: EngineManifest, context_size: int, max_rows: int) -> None:
+    options = engines.options
+    if context_size > options.context:
+        raise UsageError(
+            f"--ctx-size {context_size}: the engines in {folder} hold {options.context} tokens; build them with "
+            f"--context {context_size}"
+        )
+    if max_rows > options.max_rows:
+        raise UsageError(
+            f"--spec-draft-n-max {max_rows - 1}: the engines in {folder} take {options.max_rows - 1} drafts a round; "
+            f"build them with --max-draft {max_rows - 1}"
+        )
+
+
+def _check_made_for(folder: Path, engines: EngineManifest, manifest: Manifest) -> Path:
+    """The plugin library, once everything is known to belong together."""
+    if engines.content_key != manifest.content_key:
+        raise EngineError(
+            f"{folder}: the engines were built for another model than the one exported there; "
+            "run `python -m engines.build` again"
+        )
+    trt = tensorrt()
+    built, found = f"{engines.tensorrt} {engines.tensorrt_version}", f"{trt.name} {trt.version}"
+    if built != found:
+        raise EngineError(
+            f"{folder}: the engines were built by {built}, this is {found}; install that version, or run "
+            "`python -m engines.build` again"
+        )
+    library = find_library()
+    if library_digest(library) != engines.plugins:
+        raise EngineError(
+            f"{folder}: the engines were built with another plugin library than {library}; "
+            "run `python -m engines.build` again"
+        )
+    return library
+
+
+def _upload(folder: Path, engines: EngineManifest, roles: list[str], stream: cuda.Stream) -> DeviceWeights:
+    names = {name for role in roles for name in engines.engines[role].weights}
+    places = {name: place for name, place in engines.weights.items() if name in names}
+    total = sum(place.nbytes for place in places.values())
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="weights", file=sys.stderr, leave=False, disable=None
+    ) as bar:
+        return DeviceWeights(folder, places, stream, bar.update)
+
+
+def _row_numbers(stream: cuda.Stream) -> cuda.DeviceBuffer:
+    numbers = np.arange(_ROW_NUMBERS, dtype=np.int32)
+    staging, buffer = cuda.PinnedBuffer(numbers.nbytes), cuda.DeviceBuffer(numbers.nbytes)
+    staging.array[:] = numbers.view(np.uint8)
+    stream.to_device(buffer.address, staging, numbers.nbytes)
+    stream.synchronize()
+    return buffer

@@ -1,0 +1,83 @@
+"""What a pair of engines needs of the GPU's memory, part by part, before any of it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.engine_manifest import Binding, Engine, EngineManifest
+from engines.errors import ResourceError
+from runtime.device_weights import weights_nbytes
+
+# Beside what is planned, the driver takes memory for code, launches and recorded graphs.
+RESERVE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part. code: the engines' own constants and kernels."""
+
+    weights: int
+    kv_caches: int
+    states: int
+    activations: int
+    buffers: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_caches + self.states + self.activations + self.buffers + self.code
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights", self.weights),
+            ("KV caches", self.kv_caches),
+            ("recurrent states", self.states),
+            ("activations", self.activations),
+            ("buffers", self.buffers),
+            ("engine code", self.code),
+        )
+        return f"{_size(self.total)} ({', '.join(f'{name} {_size(nbytes)}' for name, nbytes in parts)})"
+
+    def check(self, free: int, total: int) -> None:
+        """Raise ResourceError when ``free`` of the GPU's ``total`` bytes are not enough."""
+        if self.total + RESERVE_BYTES > free:
+            raise ResourceError(
+                f"not enough GPU memory: needs {self}, {_size(free)} of {_size(total)} are free; close other programs, "
+                "build engines with a smaller --context, or use a smaller quantisation"
+            )
+
+
+def plan_memory(manifest: EngineManifest, roles: Iterable[str], activations: int, buffers: int) -> MemoryPlan:
+    """The plan of the engines ``roles``, which share ``activations`` bytes of scratch."""
+    engines = [manifest.engines[role] for role in roles]
+    names = {name for engine in engines for name in engine.weights}
+    states = [binding for engine in engines for binding in state_bindings(engine)]
+    caches = [binding for binding in states if binding.name.endswith(".cache")]
+    return MemoryPlan(
+        weights=weights_nbytes({name: manifest.weights[name] for name in names}),
+        kv_caches=sum(map(nbytes_of, caches)),
+        states=sum(map(nbytes_of, states)) - sum(map(nbytes_of, caches)),
+        activations=activations,
+        buffers=buffers,
+        code=sum(engine.nbytes for engine in engines),
+    )
+
+
+def state_bindings(engine: Engine) -> list[Binding]:
+    """The inputs that an output shares its memory with: what the engine keeps between passes."""
+    kept = {binding.alias for binding in engine.outputs if binding.alias}
+    return [binding for binding in engine.inputs if binding.name in kept]
+
+
+def nbytes_of(binding: Binding) -> int:
+    """Of an array whose shape is known."""
+    sizes = [size for size in binding.shape if isinstance(size, int)]
+    assert len(sizes) == len(binding.shape), binding
+    return int(np.prod(sizes, dtype=np.int64)) * np.dtype(binding.dtype).itemsize
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,205 @@
+"""The draft head on TensorRT, its drafts chained on the device, and whole rounds of drafting and verifying at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engines.errors import NumericError
+from runtime.control_block import MAX_STEPS
+from runtime.cuda import DeviceBuffer, Event
+from runtime.device_rows import DeviceRows, RowPool
+from runtime.engine import DraftedPass, Sampler
+from runtime.tensorrt_session import EngineSession
+from runtime.tensorrt_trunk import GREEDY, Shared, TensorrtTrunk
+from runtime.token_choice import NO_TOKEN, device_params, sampling_bytes
+
+_F32_BYTES = 4
+
+
+class TensorrtDraft:
+    """The NextN head of one sequence (see `runtime.engine.DraftEngine`). Its own KV cache; rows come from the trunk."""
+
+    def __init__(self, session: EngineSession, shared: Shared) -> None:
+        self.prefill_chunk = shared.manifest.options.prefill_chunk
+        self._session, self._shared = session, shared
+        geometry = shared.geometry
+        self._num_rows = shared.manifest.options.max_rows  # of the decode profile
+        row_nbytes = geometry.hidden_size * _F32_BYTES
+        self._row_nbytes = row_nbytes
+        self._logits = DeviceBuffer(geometry.vocab_size * _F32_BYTES)
+        # A step reads the last row that the step before wrote, so they take turns.
+        self._hidden_out = [DeviceBuffer(self.prefill_chunk * row_nbytes), DeviceBuffer(row_nbytes)]
+        taken = DeviceBuffer(self._num_rows * row_nbytes)
+        self._taken = DeviceRows(taken.address, self._num_rows, geometry.hidden_size, taken)
+        self._pool = RowPool(shared.stream, geometry.hidden_size)
+        self._events = Event(), Event(), Event()
+        self._num_logits = 0
+        self.start(GREEDY)
+
+    def fixed_addresses(self) -> dict[str, int]:
+        """What `EngineSession.bind` is to be told beside weights and state."""
+        return {"logits": self._logits.address}
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def logits(self) -> np.ndarray:
+        """Of the last step, [1, V] f32, copied to the host."""
+        shape = (self._num_logits, self._shared.geometry.vocab_size)
+        return self._shared.stream.read(self._logits.address, shape, np.float32)
+
+    def start(self, sampler: Sampler) -> None:
+        self._sampler, self._position, self._num_logits = sampler, 0, 0
+        params = device_params(sampler)
+        self._on_device = params is not None
+        if params is not None:
+            self._shared.control.draft_sampling[:] = np.frombuffer(sampling_bytes(params), np.uint8)
+
+    def prefill(self, tokens: Sequence[int], hidden: DeviceRows) -> None:
+        count = len(tokens)
+        assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
+        self._write(tokens)
+        self._shared.control.send()
+        self._step(0, count, self._shared.control.at("draft_tokens"), hidden.address)
+        self._shared.stream.synchronize()
+        self._num_logits = 1
+        self._position += count
+
+    def draft(self, tokens: Sequence[int], hidden: DeviceRows, n: int) -> np.ndarray:
+        tokens, hidden = self._shortened(tokens, hidden)
+        if not self._on_device:
+            return self._draft_by_host(tokens, hidden, n)
+        count = len(tokens)
+        self._write(tokens)
+        self._shared.stream.on_device(self._taken.address, hidden.address, hidden.nbytes)
+        self._shared.stream.replay(("draft", count, n), lambda: self._whole_draft(count, n))
+        self._shared.stream.synchronize()
+        return self._finish_draft(count, n)
+
+    def draft_and_verify(
+        self, trunk: TensorrtTrunk, tokens: Sequence[int], hidden: DeviceRows, n: int
+    ) -> DraftedPass | None:
+        """`draft`, and the trunk's verify pass of the last token and the drafts, in one recorded graph.
+
+        None: not possible, because a sampler needs the host."""
+        if not (self._on_device and trunk.chooses_on_device):
+            return None
+        tokens, hidden = self._shortened(tokens, hidden)
+        count = len(tokens)
+        self._write(tokens)
+        trunk.prepare_verify(tokens[-1:], num_drafts=n)
+        # Mostly the rows still lie where the last verify pass left them.
+        rows = trunk.hidden_rows
+        if hidden.address != rows.address:
+            self._shared.stream.on_device(rows.address, hidden.address, hidden.nbytes)
+        self._shared.stream.replay(("round", count, n), lambda: self._whole_round(trunk, count, n))
+        self._shared.stream.synchronize()
+        drafts = self._finish_draft(count, n)
+        result = trunk.finish_verify(n + 1)
+        began, drafted, ended = self._events
+        share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
+        return DraftedPass(drafts, result, share)
+
+    def zero_hidden(self) -> DeviceRows:
+        return self._pool.zeros()
+
+    def join(self, parts: Sequence[DeviceRows]) -> DeviceRows:
+        return self._pool.joined(parts)
+
+    def warm_up(self) -> None:
+        """Run every size of pass once (see `TensorrtTrunk.warm_up`)."""
+        rows = self._pool.joined([self.zero_hidden()] * self.prefill_chunk)
+        for count in (*range(1, self._num_rows + 1), self.prefill_chunk):
+            self.prefill([0] * count, rows[:count])
+            self.start(self._sampler)
+
+    def _shortened(self, tokens: Sequence[int], hidden: DeviceRows) -> tuple[Sequence[int], DeviceRows]:
+        """The rows to draft after, at most as many as the decode profile takes; those before them are taken here."""
+        assert 1 <= len(tokens) <= self.prefill_chunk and len(hidden) == len(tokens), (len(tokens), len(hidden))
+        surplus = len(tokens) - 1 if len(tokens) > self._num_rows else 0
+        if surplus:
+            self.prefill(tokens[:surplus], hidden[:surplus])
+        return tokens[surplus:], hidden[surplus:]
+
+    def _write(self, tokens: Sequence[int]) -> None:
+        """Rows for the next step, and the positions of the steps after it."""
+        control, count = self._shared.control, len(tokens)
+        control.draft_tokens[:count] = tokens
+        control.draft_row[0] = count - 1
+        control.draft_positions[0] = self._position
+        control.draft_positions[1:] = self._position + count + np.arange(MAX_STEPS - 1)
+
+    def _whole_draft(self, count: int, n: int) -> None:
+        self._shared.control.send()
+        self._steps(count, n, self._taken.address)
+        self._shared.control.fetch()
+
+    def _whole_round(self, trunk: TensorrtTrunk, count: int, n: int) -> None:
+        stream, (began, drafted, ended) = self._shared.stream, self._events
+        self._shared.control.send()
+        stream.record(began)
+        self._steps(count, n, trunk.hidden_rows.address)
+        stream.record(drafted)
+        trunk.enqueue_verify(n + 1)
+        stream.record(ended)
+        self._shared.control.fetch()
+
+    def _steps(self, count: int, n: int, hidden: int) -> None:
+        """Queue n chained steps, the first over ``count`` rows; draft i becomes token i of the verify pass."""
+        assert 1 <= n <= MAX_STEPS, n
+        control, vocab = self._shared.control, self._shared.geometry.vocab_size
+        tokens = control.at("draft_tokens")
+        for step in range(n):
+            hidden = self._step(step, count, tokens, hidden)
+            tokens = control.at_token(step + 1)
+            sampling, position = control.at("draft_sampling"), control.at_draft_position(step)
+            self._shared.choice.enqueue(self._logits.address, 1, vocab, sampling, position, count, tokens)
+            count = 1
+
+    def _step(self, step: int, count: int, tokens: int, hidden: int) -> int:
+        """Queue one pass; address of its last row's hidden."""
+        control, out = self._shared.control, self._hidden_out[step % 2].address
+        addresses = {
+            "tokens": tokens,
+            "position": control.at_draft_position(step),
+            "rows": control.at("zero" if step else "draft_row"),
+            "hidden": hidden,
+            "hidden.out": out,
+        }
+        self._session.enqueue("decode" if count <= self._num_rows else "prefill", count, 1, addresses)
+        return out + (count - 1) * self._row_nbytes
+
+    def _finish_draft(self, count: int, n: int) -> np.ndarray:
+        self._num_logits = 1
+        self._position += count
+        drafts = self._shared.control.tokens_back[1 : n + 1].astype(np.int64)
+        bad = np.flatnonzero(drafts == NO_TOKEN)
+        if len(bad):
+            raise NumericError(
+                f"the draft head's logits for position {self._position + int(bad[0])} are not finite; "
+                "the model file or its engine is damaged"
+            )
+        return drafts
+
+    def _draft_by_host(self, tokens: Sequence[int], hidden: DeviceRows, n: int) -> np.ndarray:
+        """As `draft`, each token chosen by the sampler from a copy of the logits."""
+        drafts: list[int] = []
+        stream, true_rows = self._shared.stream, len(tokens)
+        began, address = self._position, hidden.address
+        for _ in range(n):
+            self._write(tokens)
+            self._shared.control.send()
+            rows = DeviceRows(address, len(tokens), hidden.width, hidden)
+            last = self._step(0, len(tokens), self._shared.control.at("draft_tokens"), rows.address)
+            self._num_logits = 1
+            self._position += len(tokens)
+            tokens = [int(self._sampler(self.logits, np.array([self._position]))[0])]
+            drafts.append(tokens[0])
+            address = self._taken.address
+            stream.on_device(address, last, self._row_nbytes)
+        self._position = began + true_rows
+        return np.array(drafts, np.int64)

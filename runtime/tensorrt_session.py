@@ -1,0 +1,136 @@
+"""TensorRT engines: load one, bind its fixed memory, queue its passes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engines.engine_manifest import Engine, EngineManifest, Profile
+from engines.errors import EngineError, ResourceError
+from plugins.load import TensorRT
+from plugins.log import Messages, logger, messages
+from runtime.cuda import Device, DeviceBuffer, Stream
+
+_REBUILD = "run `python -m engines.build` again"
+
+
+class EngineSession:
+    """One engine. A pass takes T tokens, gives logits of R rows, and queues on ``stream`` without waiting.
+
+    Call `bind` once before the first pass."""
+
+    def __init__(self, loader: EngineLoader, folder: Path, manifest: EngineManifest, role: str, stream: Stream) -> None:
+        self._spec: Engine = manifest.engines[role]
+        self._path = manifest.file(folder, role)
+        self._loader, self._stream = loader, stream
+        self._engine = loader.load(self._path, self._spec)
+        self._profiles = {profile.name: index for index, profile in enumerate(self._spec.profiles)}
+        self._contexts: dict[str, Any] = {}
+        self._dynamic = [binding for binding in self._spec.inputs if not all(isinstance(n, int) for n in binding.shape)]
+        if self._engine.num_optimization_profiles != len(self._spec.profiles):
+            raise EngineError(f"{self._path}: not the engine that engines.json describes; {_REBUILD}")
+
+    @property
+    def activation_nbytes(self) -> int:
+        """Scratch memory of the profile that needs most."""
+        return max(int(self._engine.get_device_memory_size_for_profile_v2(i)) for i in self._profiles.values())
+
+    def bind(self, addresses: Mapping[str, int], scratch: DeviceBuffer, *owners: object) -> None:
+        """Make a context per profile. addresses: of weights, state and whatever else stays where it is; an output that
+        aliases an input gets the input's. scratch: for activations, shared with every engine on the stream. owners:
+        of the memory, kept alive."""
+        self._owners = (scratch, *owners)
+        for name, index in self._profiles.items():
+            context = self._loader.context(self._engine, self._path)
+            with messages() as log:
+                if not context.set_optimization_profile_async(index, self._stream.handle):
+                    raise self._loader.error(f"{self._path}: profile {name} cannot be chosen", log)
+            context.set_device_memory(scratch.address, scratch.nbytes)
+            self._contexts[name] = context
+            wanted = [binding.name for binding in self._spec.inputs] + list(self._spec.weights)
+            for tensor in wanted:
+                if tensor in addresses:
+                    self._set_address(context, tensor, addresses[tensor])
+            for output in self._spec.outputs:
+                source = output.alias or output.name
+                if source in addresses:
+                    self._set_address(context, output.name, addresses[source])
+        self._stream.synchronize()
+
+    def enqueue(self, profile: str, tokens: int, rows: int, addresses: Mapping[str, int]) -> None:
+        """Queue a pass. addresses: of the inputs and outputs that `bind` was not told, or that have moved.
+
+        Raises EngineError for sizes outside the profile."""
+        context = self._contexts[profile]
+        sizes = {"T": tokens, "R": rows}
+        for binding in self._dynamic:
+            shape = tuple(size if isinstance(size, int) else sizes[size] for size in binding.shape)
+            if not context.set_input_shape(binding.name, shape):
+                limits: Profile = self._spec.profiles[self._profiles[profile]]
+                raise EngineError(
+                    f"{self._path}: {binding.name} of shape {list(shape)} is outside profile {limits.name}, "
+                    f"which takes 1 to {limits.max_tokens} tokens and 1 to {limits.max_rows} rows of logits; "
+                    "build engines with a larger --max-draft or --prefill-chunk"
+                )
+        for name, address in addresses.items():
+            self._set_address(context, name, address)
+        with messages() as log:
+            if not context.execute_async_v3(self._stream.handle):
+                raise self._loader.error(f"{self._path}: a {profile} pass of {tokens} tokens failed", log)
+
+    def _set_address(self, context: Any, name: str, address: int) -> None:
+        with messages() as log:
+            if not context.set_tensor_address(name, address):
+                raise self._loader.error(f"{self._path}: takes no memory for {name}", log)
+
+
+class EngineLoader:
+    """TensorRT's runtime on one GPU. The plugins must be loaded."""
+
+    def __init__(self, trt: TensorRT, device: Device) -> None:
+        self._trt, self._device = trt, device
+        self._runtime = trt.module.Runtime(logger())
+
+    def load(self, path: Path, spec: Engine) -> Any:
+        """Deserialise an engine. Raises EngineError (damaged, of another version, GPU not supported)."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise EngineError(f"{path}: cannot be read ({error.strerror or error}); {_REBUILD}") from error
+        if hashlib.blake2b(data, digest_size=20).hexdigest() != spec.digest:
+            raise EngineError(f"{path}: its content is not what was built; {_REBUILD}")
+        with messages() as log:
+            engine = self._runtime.deserialize_cuda_engine(data)
+            if engine is None:
+                raise self.error(f"{path}: cannot be loaded on {self._device}", log)
+        return engine
+
+    def context(self, engine: Any, path: Path) -> Any:
+        """An execution context whose memory is ours."""
+        module = self._trt.module
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if hasattr(module, "DynamicShapesKernelSpecializationStrategy"):
+            # TensorRT-RTX compiles kernels for shapes as it meets them. One kernel for all shapes leaves nothing to
+            # compile while a pass is being recorded, and rounds a token alike in passes of any size.
+            specialization = module.DynamicShapesKernelSpecializationStrategy
+            config.dynamic_shapes_kernel_specialization_strategy = specialization.NONE
+        with messages() as log:
+            context = engine.create_execution_context(config)
+            if context is None:
+                raise self.error(f"{path}: no execution context", log)
+        return context
+
+    def error(self, what: str, log: Messages) -> EngineError | ResourceError:
+        """The exception for a failed call, by the first error that TensorRT logged about it."""
+        reason = " ".join(log.first_error.split())
+        name = f"{self._trt.name} {self._trt.version}"
+        if "compute capability" in reason.lower():
+            return EngineError(
+                f"{what}: {name} does not support this GPU ({reason}); install another TensorRT and build again"
+            )
+        if "out of memory" in reason.lower() or "OutOfMemory" in reason:
+            return ResourceError(f"{what}: out of GPU memory ({reason}); use engines with a smaller --context")
+        return EngineError(f"{what}: {name} says: {reason}; {_REBUILD}")

@@ -1,0 +1,309 @@
+"""TensorRT engines that compute the toy trunk and head of `fake_engines` from the memory they are bound to.
+
+Every pass checks its state: the trunk's slot must hold what the tokens in its cache give, and the head must get, for
+each row, the hidden state of the position before. A wrong slot, position, row, copy or order fails at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, Profile, WeightPlace
+from engines.errors import NumericError
+from engines.manifest import Geometry, Manifest, TokenizerInfo
+from plugins.load import TensorRT
+from runtime import cuda, engine_tensorrt, tensorrt_session, token_choice
+from runtime.sampling import SamplingParams, choose
+from tests.runtime.fake_cuda import FakeCuda
+from tests.runtime.fake_engines import START_STATE, VOCAB, logits_of, next_state
+
+HIDDEN = 64
+MAX_ROWS = 6
+CONTEXT = 64
+CHUNK = 9
+GEOMETRY = Geometry(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    gdn_layers=(0,),
+    attention_layers=(1,),
+    draft_layer=2,
+    num_kv_heads=1,
+    head_dim=4,
+    gdn_v_heads=1,
+    gdn_head_dim=2,
+    conv_channels=4,
+    conv_kernel=2,
+    context_length=128,
+)
+_SLOT_VALUES = 4  # float32 values of a slot's state, of which the first two hold the toy's 64-bit state
+_POOL = MAX_ROWS * (_SLOT_VALUES + 4)
+_WEIGHT = bytes(range(200))
+
+
+def array(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Memory as an array that can be written."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(dtype).reshape(shape)
+
+
+def _engine(role: str) -> Engine:
+    draft = role == "draft"
+    cache = (2, CONTEXT, 1, 4)
+    state = [Binding("blk.2.cache", "float16", cache)] if draft else []
+    state += [] if draft else [Binding("blk.0.pool", "float32", (_POOL,)), Binding("blk.1.cache", "float16", cache)]
+    inputs = [Binding("tokens", "int32", ("T",)), Binding("position", "int32", (1,))]
+    inputs += [Binding("hidden", "float32", ("T", HIDDEN))] if draft else [Binding("slot", "int32", (1,))]
+    inputs += [Binding("rows", "int32", ("R",)), *state]
+    outputs = [Binding("logits", "float32", ("R", VOCAB)), Binding("hidden.out", "float32", ("T", HIDDEN))]
+    outputs += [Binding(f"{each.name}.out", each.dtype, each.shape, each.name) for each in state]
+    rows = 1 if draft else MAX_ROWS
+    profiles = (Profile("decode", MAX_ROWS, rows), Profile("prefill", CHUNK, 1))
+    data = role.encode()
+    digest = blake2b(data, digest_size=20).hexdigest()
+    return Engine(f"{role}.engine", len(data), digest, tuple(inputs), tuple(outputs), profiles, ("shared.weight",))
+
+
+def write_engines(folder: Path, manifest: Manifest) -> EngineManifest:
+    """Engine files and engines.json of the toy."""
+    engines = {role: _engine(role) for role in ("trunk", "draft")}
+    for role, engine in engines.items():
+        (folder / engine.file).write_bytes(role.encode())
+    (folder / "model.gguf").write_bytes(b"head" + _WEIGHT)
+    result = EngineManifest(
+        build_key="key",
+        content_key=manifest.content_key,
+        tensorrt="tensorrt_rtx",
+        tensorrt_version="1.6.1.120",
+        plugins="digest",
+        options=EngineOptions(MAX_ROWS, CONTEXT, CHUNK, False),
+        engines=engines,
+        weights={"shared.weight": WeightPlace("model.gguf", 4, len(_WEIGHT), (1, 1, len(_WEIGHT)))},
+    )
+    result.save(folder)
+    return result
+
+
+def toy_manifest() -> Manifest:
+    return Manifest("toy", "content", "tensorrt", GEOMETRY, TokenizerInfo((), None, False), {})
+
+
+@dataclass
+class FakeModule:
+    """Stands in for the TensorRT module. reason: why engines do not load, if they do not."""
+
+    fake: FakeCuda
+    reason: str = ""
+
+    ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="ours")
+    DynamicShapesKernelSpecializationStrategy = SimpleNamespace(NONE="none")
+
+    def Runtime(self, logger: Any) -> FakeModule:
+        return self
+
+    def deserialize_cuda_engine(self, data: bytes) -> FakeEngine | None:
+        if self.reason:
+            tensorrt_session.logger().log(self.reason)
+            return None
+        return FakeEngine(self.fake, _engine(data.decode()))
+
+
+class FakeEngine:
+    num_optimization_profiles = 2
+
+    def __init__(self, fake: FakeCuda, spec: Engine) -> None:
+        self.fake, self.spec = fake, spec
+
+    def get_device_memory_size_for_profile_v2(self, index: int) -> int:
+        return 1000 + index
+
+    def create_runtime_config(self) -> SimpleNamespace:
+        return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None)
+
+    def create_execution_context(self, config: SimpleNamespace) -> FakeContext:
+        assert config.dynamic_shapes_kernel_specialization_strategy == "none"
+        return FakeContext(self.fake, self.spec)
+
+
+class FakeContext:
+    def __init__(self, fake: FakeCuda, spec: Engine) -> None:
+        self.fake, self.spec = fake, spec
+        self.addresses: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.names = {each.name for each in (*spec.inputs, *spec.outputs)} | set(spec.weights)
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self.profile = self.spec.profiles[index]
+        return True
+
+    def set_device_memory(self, address: int, nbytes: int) -> None:
+        assert nbytes >= 1001
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return 1 <= shape[0] <= (self.profile.max_rows if name == "rows" else self.profile.max_tokens)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert address % 4 == 0
+        self.addresses[name] = address
+        return name in self.names
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert set(self.addresses) == self.names, self.names - set(self.addresses)
+        for output in self.spec.outputs:
+            assert not output.alias or self.addresses[output.name] == self.addresses[output.alias]
+        compute = _draft_pass if "hidden" in self.names else _trunk_pass
+        addresses, tokens, rows = dict(self.addresses), self.shapes["tokens"][0], self.shapes["rows"][0]
+        self.fake.stream(stream).add(lambda: compute(addresses, tokens, rows))
+        return True
+
+
+def _trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
+    tokens, slot, position = (
+        array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("slot", 1), ("position", 1))
+    )
+    pool = array(at["blk.0.pool"], (_POOL,), np.float32)
+    slots = [pool[i * _SLOT_VALUES :][:2].view(np.int64) for i in range(MAX_ROWS)]
+    cache = array(at["blk.1.cache"], (2, CONTEXT, 1, 4), np.float16)
+    state = int(slots[slot[0]][0]) if slot[0] >= 0 else START_STATE
+    assert state == _fold(cache, position[0]), "slot and cache do not belong together"
+    assert array(at["shared.weight"], (200,), np.uint8).tobytes() == _WEIGHT
+    hidden = array(at["hidden.out"], (count, HIDDEN), np.float32)
+    states = []
+    for i, token in enumerate(tokens.tolist()):
+        state = next_state(state, token)
+        cache[:, position[0] + i] = token
+        states.append(state)
+        hidden[i] = 0
+        hidden[i, :2].view(np.int64)[0] = state
+    for i, after in enumerate(states if count <= MAX_ROWS else states[-1:]):
+        slots[i][0] = after
+    logits = array(at["logits"], (num_rows, VOCAB), np.float32)
+    for i, row in enumerate(array(at["rows"], (num_rows,), np.int32).tolist()):
+        logits[i] = logits_of(states[row])[0]
+
+
+def _draft_pass(at: dict[str, int], count: int, num_rows: int) -> None:
+    assert num_rows == 1
+    tokens, position, row = (
+        array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("position", 1), ("rows", 1))
+    )
+    cache = array(at["blk.2.cache"], (2, CONTEXT, 1, 4), np.float16)
+    hidden = array(at["hidden"], (count, HIDDEN), np.float32)
+    out = array(at["hidden.out"], (count, HIDDEN), np.float32)
+    states = []
+    for i, token in enumerate(tokens.tolist()):
+        given = int(hidden[i, :2].copy().view(np.int64)[0])
+        before = given or START_STATE
+        if given:
+            assert before == _fold(cache, position[0] + i), "a row has not the hidden of the position before"
+        cache[:, position[0] + i] = token
+        states.append(next_state(before, token))
+        out[i] = 0
+        out[i, :2].view(np.int64)[0] = states[-1]
+    array(at["logits"], (1, VOCAB), np.float32)[0] = twisted(states[row[0]])
+
+
+def twisted(state: int) -> np.ndarray:
+    """The head's logits: right two times in three."""
+    logits = logits_of(state)[0]
+    return np.roll(logits, 1) if state % 3 == 0 else logits
+
+
+def _fold(cache: np.ndarray, count: int) -> int:
+    state = START_STATE
+    for token in cache[0, :count, 0, 0].tolist():
+        state = next_state(state, int(token))
+    return state
+
+
+class FakeKernels:
+    """The kernel library's token choice, by `runtime.sampling`. status: of every launch."""
+
+    def __init__(self, fake: FakeCuda, status: int = 0) -> None:
+        self.fake, self.status = fake, status
+        self.nextn_select_workspace = _Function(lambda rows: 64 * rows)
+        self.nextn_select = _Function(self._select)
+
+    def _select(self, logits: int, ld: int, rows: int, n: int, *rest: Any) -> int:
+        sampling, position, offset, tokens, work, work_nbytes, _, stream = rest
+        assert work and work_nbytes >= 64 * rows and ld == n
+
+        def work_on() -> None:
+            temperature, least, seed = np.frombuffer(array(sampling, (24,), np.uint8).tobytes(), "f8,f8,u8")[0]
+            min_p = 0.0 if least == -math.inf or temperature == 0 else math.exp(least)
+            params = SamplingParams(float(temperature), min_p=min_p, seed=int(seed))
+            values = array(logits, (rows, n), np.float32).copy()
+            places = int(array(position, (1,), np.int32)[0]) + offset + np.arange(rows)
+            try:
+                chosen = choose(values, places, params)
+            except NumericError:
+                chosen = np.full(rows, token_choice.NO_TOKEN)
+            array(tokens, (rows,), np.int32)[:] = chosen
+
+        self.fake.stream(stream).add(work_on)
+        return self.status
+
+
+class _Function:
+    def __init__(self, function: Callable[..., int]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> int:
+        return self.function(*arguments)
+
+
+class FakeLog:
+    """Stands in for `plugins.log`: what is logged reaches the open blocks."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def log(self, message: str) -> None:
+        self.errors.append(message)
+
+    def __enter__(self) -> FakeLog:
+        self.errors = []
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def first_error(self) -> str:
+        return self.errors[0] if self.errors else "no reason given"
+
+
+@dataclass
+class FakeGpu:
+    """Everything that stands in for a GPU machine; change a part before engines are opened to see a fault."""
+
+    cuda: FakeCuda
+    module: FakeModule
+    kernels: FakeKernels
+    version: str = "1.6.1.120"
+    digest: str = "digest"
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Put the fakes in the place of driver, TensorRT and plugins."""
+    fake = FakeCuda()
+    gpu = FakeGpu(fake, FakeModule(fake), FakeKernels(fake))
+    log = FakeLog()
+    monkeypatch.setattr(cuda, "_api", lambda: fake)
+    monkeypatch.setattr(tensorrt_session, "logger", lambda: log)
+    monkeypatch.setattr(tensorrt_session, "messages", lambda: log)
+    monkeypatch.setattr(token_choice.ctypes, "CDLL", lambda path: gpu.kernels)
+    monkeypatch.setattr(engine_tensorrt, "tensorrt", lambda: TensorRT(gpu.module, "tensorrt_rtx", gpu.version))
+    monkeypatch.setattr(engine_tensorrt, "find_library", lambda: Path("/library/libnextn_plugins.so"))
+    monkeypatch.setattr(engine_tensorrt, "library_digest", lambda library: gpu.digest)
+    monkeypatch.setattr(engine_tensorrt, "load_plugins", lambda library: library)
+    return gpu
