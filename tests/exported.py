@@ -25,15 +25,18 @@ class Exported:
     model: Path
     folder: Path
     manifest: Manifest
+    threads: int = 1
 
     def trunk(self, context_size: int = 1024, max_rows: int = MAX_ROWS) -> OnnxTrunkEngine:
         trunk, _ = open_engines(
-            self.folder, self.manifest, context_size=context_size, threads=1, max_rows=max_rows, draft=False
+            self.folder, self.manifest, context_size=context_size, threads=self.threads, max_rows=max_rows, draft=False
         )
         return trunk
 
     def engines(self, context_size: int = 1024, max_rows: int = MAX_ROWS) -> tuple[OnnxTrunkEngine, OnnxDraftEngine]:
-        trunk, draft = open_engines(self.folder, self.manifest, context_size=context_size, threads=1, max_rows=max_rows)
+        trunk, draft = open_engines(
+            self.folder, self.manifest, context_size=context_size, threads=self.threads, max_rows=max_rows
+        )
         assert draft is not None
         return trunk, draft
 

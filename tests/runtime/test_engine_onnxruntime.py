@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,11 @@ def test_many_rows_equal_single_ones(exported: Export, name: str) -> None:
 def test_many_rows_at_the_cache_border(exported: Export, name: str) -> None:
     """Where the cache grows: a pass of many rows then sees a longer cache than the one-row passes before the border."""
     check_rows_agree(exported(name), start=CACHE_STEP - 9, n=16)
+
+
+def test_many_rows_on_two_threads(exported: Export) -> None:
+    """Threads share a product out by its size, so differently for many rows; no sum is cut."""
+    check_rows_agree(replace(exported("trained"), threads=2), start=0, n=16)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def sampler(temperature: float, seed: int) -> Sampler:
     return partial(choose, params=SamplingParams(temperature=temperature, top_k=40, seed=seed))
 
 
+@pytest.mark.slow
 def test_greedy_text_and_acceptance(exported: Export) -> None:
     """24 prompts of 96 tokens: the text of plain decoding in every one, llama.cpp's text and its acceptance."""
     trunk, draft = exported("trained").engines()
@@ -57,6 +58,7 @@ def test_acceptance_of_two_drafts(exported: Export) -> None:
     assert ours[0] / ours[1] == pytest.approx(peers[0] / peers[1], abs=ACCEPTANCE_MAX_ABS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_text(exported: Export, temperature: float) -> None:
     """At a temperature, too, the same seed gives the same text with and without drafting; drafts still are accepted."""
