@@ -59,7 +59,7 @@ def open_engines(
         row_numbers=_row_numbers(stream),
     )
     weights = _upload(folder, engines, roles, stream)
-    trunk = TensorrtTrunk(sessions["trunk"], shared, context_size, max_rows)
+    trunk = TensorrtTrunk(sessions["trunk"], shared, context_size, max_rows, plan)
     head = TensorrtDraft(sessions["draft"], shared) if "draft" in roles else None
     scratch = cuda.DeviceBuffer(plan.activations)
     for role, engine in (("trunk", trunk), ("draft", head)):

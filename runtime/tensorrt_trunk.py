@@ -14,7 +14,7 @@ from runtime.control_block import ControlBlock
 from runtime.cuda import DeviceBuffer, Stream
 from runtime.device_rows import DeviceRows
 from runtime.engine import Pass, Sampler
-from runtime.memory_plan import state_bindings
+from runtime.memory_plan import MemoryPlan, state_bindings
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.tensorrt_session import EngineSession
 from runtime.token_choice import TokenChoice, device_params, sampling_bytes
@@ -38,9 +38,14 @@ class Shared:
 
 
 class TensorrtTrunk:
-    """The trunk of one sequence (see `runtime.engine.TrunkEngine`). Hidden rows are valid until its next pass."""
+    """The trunk of one sequence (see `runtime.engine.TrunkEngine`). Hidden rows are valid until its next pass.
 
-    def __init__(self, session: EngineSession, shared: Shared, context_size: int, max_rows: int) -> None:
+    plan: the memory of both engines."""
+
+    def __init__(
+        self, session: EngineSession, shared: Shared, context_size: int, max_rows: int, plan: MemoryPlan
+    ) -> None:
+        self.plan = plan
         self.context_size, self.max_rows = context_size, max_rows
         self.prefill_chunk = shared.manifest.options.prefill_chunk
         self._session, self._shared = session, shared

@@ -55,6 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail, instead of skipping peer tests, when llama.cpp is not installed",
     )
 
+    parser.addoption(
+        "--prepared", metavar="DIR", help="what the GPU tests read, made by `python -m tests.gpu.prepare DIR`"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--require-gpu") and not _num_gpus():
