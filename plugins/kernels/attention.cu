@@ -8,15 +8,15 @@ namespace {
 // Split length of a token at `position`: a multiple of kKEYS that gives at most kMAX_SPLITS splits.  It depends on
 // the token's own position only; the tokens of one call have at most two different lengths.
 constexpr int kMAX_SPLITS = 64;
-__device__ __forceinline__ int split_length(int position) {
-    return kKEYS * (position / (kKEYS * kMAX_SPLITS) + 1);
-}
+__device__ __forceinline__ int split_length(int position) { return kKEYS * (position / (kKEYS * kMAX_SPLITS) + 1); }
 
 struct Partials {
-    float* out;      // [split][t][H][D], not divided by the sum
-    float2* maximum; // [split][t][H]: maximum (in log2 units) and sum
+    float* out;       // [split][t][H][D], not divided by the sum
+    float2* maximum;  // [split][t][H]: maximum (in log2 units) and sum
 };
-__host__ __device__ size_t partial_values(int t, int heads, int d) { return static_cast<size_t>(kMAX_SPLITS) * t * heads * d; }
+__host__ __device__ size_t partial_values(int t, int heads, int d) {
+    return static_cast<size_t>(kMAX_SPLITS) * t * heads * d;
+}
 Partials partials(void* workspace, int t, int heads, int d) {
     auto* out = static_cast<float*>(workspace);
     return {out, reinterpret_cast<float2*>(out + partial_values(t, heads, d))};
@@ -74,7 +74,10 @@ __global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Next
     wait_for_predecessor();
     const int h = blockIdx.x, t = blockIdx.y, position = __ldcg(p.position) + t;
     float* y = p.y + t * p.ld_y + h * D + threadIdx.x;
-    if (position >= p.capacity) { *y = __uint_as_float(0x7fc00000u); return; }
+    if (position >= p.capacity) {
+        *y = __uint_as_float(0x7fc00000u);
+        return;
+    }
     const int splits = position / split_length(position) + 1;
     const int64_t stride = static_cast<int64_t>(p.t) * p.heads, first = static_cast<int64_t>(t) * p.heads + h;
     if (threadIdx.x < 32) {
@@ -141,8 +144,8 @@ __global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_cons
     });
 }
 
-__global__ void rope_rows_kernel(const int32_t* position, const double* inv_freq, int pairs, float factor, float* cos_out,
-                                 float* sin_out) {
+__global__ void rope_rows_kernel(const int32_t* position, const double* inv_freq, int pairs, float factor,
+                                 float* cos_out, float* sin_out) {
     launch_dependents();
     wait_for_predecessor();
     const int t = blockIdx.x;
@@ -212,8 +215,9 @@ NEXTN_API cudaError_t nextn_attention(const NextnAttention* args, cudaStream_t s
     const int d = p.head_dim;
     if (p.t < 1 || p.capacity < 1 || p.heads < 1 || p.kv_heads < 1 || p.heads % p.kv_heads || p.heads / p.kv_heads > 8)
         return cudaErrorInvalidValue;
-    if (p.rope_dim < 2 || p.rope_dim % 2 || p.rope_dim > d || p.ld_query < 2 * p.heads * d || p.ld_kv < p.kv_heads * d
-        || p.ld_y < p.heads * d || !p.workspace || p.workspace_bytes < nextn_attention_workspace(p.t, p.heads, d))
+    if (p.rope_dim < 2 || p.rope_dim % 2 || p.rope_dim > d || p.ld_query < 2 * p.heads * d ||
+        p.ld_kv < p.kv_heads * d || p.ld_y < p.heads * d || !p.workspace ||
+        p.workspace_bytes < nextn_attention_workspace(p.t, p.heads, d))
         return cudaErrorInvalidValue;
     switch (d) {
         case 32: return nextn::run<32>(p, stream);

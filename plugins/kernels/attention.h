@@ -3,7 +3,7 @@
 #include "export.h"
 
 // Per token t at position p = *position + t, query head h of H, kv head h / (H/KV), head size D:
-//   q = rope(rms_norm(query, q_norm)),  k = rope(rms_norm(key, k_norm));  k and value are appended to the cache at row p
+//   q = rope(rms_norm(query, q_norm)),  k = rope(rms_norm(key, k_norm));  k and value become row p of the cache
 //   o = softmax(q . k[0..p] / sqrt(D)) v[0..p];   y = o * sigmoid(gate)
 // Rope is NeoX style on the first rope_dim values: pairs (i, i + rope_dim/2), the rest passes.
 typedef struct NextnAttention {
@@ -11,28 +11,29 @@ typedef struct NextnAttention {
     const float* key;         // [t, KV, D] f32, row stride ld_kv
     const float* value;       // [t, KV, D] f32, row stride ld_kv
     int64_t ld_query, ld_kv;
-    const float* q_norm;      // [D]
-    const float* k_norm;      // [D]
+    const float* q_norm;  // [D]
+    const float* k_norm;  // [D]
     float eps;
-    const float* cos;         // [t, rope_dim/2] f32 of each row's position, any factor (YaRN) included
+    const float* cos;  // [t, rope_dim/2] f32 of each row's position, any factor (YaRN) included
     const float* sin;
     const int32_t* position;  // device; position of row 0 = rows already in the cache
     void* key_cache;          // [capacity, KV, D] f16; rows at and beyond *position + t are never read
     void* value_cache;
-    float* y;                 // [t, H*D] f32, stride ld_y
+    float* y;  // [t, H*D] f32, stride ld_y
     int64_t ld_y;
-    int32_t t, capacity;      // a row at or beyond capacity is not stored and its y is NaN
+    int32_t t, capacity;  // a row at or beyond capacity is not stored and its y is NaN
     int32_t heads, kv_heads, head_dim, rope_dim;
-    void* workspace;          // nextn_attention_workspace bytes, 256-byte aligned, no contents kept
+    void* workspace;  // nextn_attention_workspace bytes, 256-byte aligned, no contents kept
     size_t workspace_bytes;
-    int32_t flags;            // NEXTN_PDL
+    int32_t flags;  // NEXTN_PDL
 } NextnAttention;
 
 NEXTN_API size_t nextn_attention_workspace(int32_t t, int32_t heads, int32_t head_dim);
 
 // t <= 8: at most 64 splits, whose bounds are a function of a token's own position, then one combine launch.
 // t > 8: one launch appends, one attends (no splits).
-// Refuses: head_dim other than 32, 64, 128, 256; heads / kv_heads not a whole number up to 8; odd or too large rope_dim.
+// Refuses: head_dim other than 32, 64, 128, 256; heads / kv_heads not a whole number up to 8; odd or too large
+// rope_dim.
 NEXTN_API cudaError_t nextn_attention(const NextnAttention* args, cudaStream_t stream);
 
 // cos and sin rows of t consecutive positions: factor * cos(p * inv_freq[i]), angles in float64.

@@ -51,10 +51,11 @@ __device__ __forceinline__ void norm_rope_head(const float* x, const float* norm
 
 // Normalise, rotate and store the key, and store the value, of token t; one warp, scratch [D].
 template <int D>
-__device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch, int lane) {
+__device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch,
+                                           int lane) {
     const int pairs = p.rope_dim / 2;
-    norm_rope_head<D>(p.key + t * p.ld_kv + kv * D, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch,
-                      lane);
+    norm_rope_head<D>(p.key + t * p.ld_kv + kv * D, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs,
+                      scratch, lane);
     const int64_t at = (static_cast<int64_t>(position) * p.kv_heads + kv) * D;
 #pragma unroll
     for (int e = lane; e < D; e += 32) {
@@ -217,13 +218,19 @@ struct AttentionBlock {
             __syncthreads();
             multiply_keys();
             __syncthreads();
-            if (more) copy_tile(s.k, p.key_cache, key0 + kKEYS, end); else cp_async_commit();
+            if (more)
+                copy_tile(s.k, p.key_cache, key0 + kKEYS, end);
+            else
+                cp_async_commit();
             softmax_tile(key0);
             cp_async_wait<1>();
             __syncthreads();
             multiply_values();
             __syncthreads();
-            if (more) copy_tile(s.v, p.value_cache, key0 + kKEYS, end); else cp_async_commit();
+            if (more)
+                copy_tile(s.v, p.value_cache, key0 + kKEYS, end);
+            else
+                cp_async_commit();
         }
     }
 
@@ -237,7 +244,8 @@ struct AttentionBlock {
             for (int n = 0; n < kTILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    f(16 * m + 8 * (e >> 1) + (lane >> 2), warp * kCOLUMNS + 8 * n + 2 * (lane & 3) + (e & 1), out[m][n][e]);
+                    f(16 * m + 8 * (e >> 1) + (lane >> 2), warp * kCOLUMNS + 8 * n + 2 * (lane & 3) + (e & 1),
+                      out[m][n][e]);
     }
 };
 

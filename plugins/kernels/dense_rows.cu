@@ -24,15 +24,15 @@ __device__ __forceinline__ float4 load4(const uint8_t* row, int k) {
         return make_float4(a.x, a.y, b.x, b.y);
     } else if constexpr (TYPE == kNEXTN_BF16) {
         const uint2 v = __ldg(reinterpret_cast<const uint2*>(row) + k / 4);
-        return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u),
-                           __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u));
+        return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u), __uint_as_float(v.y << 16),
+                           __uint_as_float(v.y & 0xffff0000u));
     } else {
         const uint8_t* block = row + k / 32 * sizeof(block_q8_0);
         const float d = __half2float(__ldg(reinterpret_cast<const __half*>(block)));
         const auto* q = reinterpret_cast<const uint16_t*>(block + 2 + k % 32);
         const uint32_t lo = __ldg(q), hi = __ldg(q + 1);
-        return make_float4(d * static_cast<int8_t>(lo), d * static_cast<int8_t>(lo >> 8),
-                           d * static_cast<int8_t>(hi), d * static_cast<int8_t>(hi >> 8));
+        return make_float4(d * static_cast<int8_t>(lo), d * static_cast<int8_t>(lo >> 8), d * static_cast<int8_t>(hi),
+                           d * static_cast<int8_t>(hi >> 8));
     }
 }
 

@@ -27,7 +27,8 @@ __device__ float value_at(const uint8_t* row, int type, int k) {
     switch (type) {
         case kNEXTN_F32: return reinterpret_cast<const float*>(row)[k];
         case kNEXTN_F16: return half_at(row + 2 * k);
-        case kNEXTN_BF16: return __uint_as_float(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[k]) << 16);
+        case kNEXTN_BF16:
+            return __uint_as_float(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(row)[k]) << 16);
         case kNEXTN_Q8_0: {
             const auto* b = reinterpret_cast<const block_q8_0*>(row) + k / 32;
             return __fmul_rn(half_at(&b->d), static_cast<float>(b->qs[k % 32]));
@@ -45,14 +46,15 @@ __device__ float value_at(const uint8_t* row, int type, int k) {
     }
 }
 
-__global__ void __launch_bounds__(kTHREADS) embedding_kernel(const uint8_t* table, int type, int n, int k,
-                                                             const int32_t* tokens, float* y, int64_t ldy) {
+__global__ void __launch_bounds__(kTHREADS)
+    embedding_kernel(const uint8_t* table, int type, int n, int k, const int32_t* tokens, float* y, int64_t ldy) {
     launch_dependents();
     wait_for_predecessor();
     const int i = blockIdx.x * kTHREADS + threadIdx.x, token = __ldcg(tokens + blockIdx.y);
     if (i >= k) return;
     const bool known = token >= 0 && token < n;
-    y[blockIdx.y * ldy + i] = known ? value_at(table + token * row_bytes(type, k), type, i) : __uint_as_float(0x7fc00000u);
+    y[blockIdx.y * ldy + i] =
+        known ? value_at(table + token * row_bytes(type, k), type, i) : __uint_as_float(0x7fc00000u);
 }
 
 }  // namespace
@@ -61,7 +63,8 @@ __global__ void __launch_bounds__(kTHREADS) embedding_kernel(const uint8_t* tabl
 NEXTN_API cudaError_t nextn_embedding(const void* table, int32_t type, int32_t n, int32_t k, const int32_t* tokens,
                                       int32_t t, float* y, int64_t ldy, int32_t flags, cudaStream_t stream) {
     using namespace nextn;
-    if (!block_values(type) || k < 1 || k % block_values(type) || n < 1 || t < 0 || ldy < k) return cudaErrorInvalidValue;
+    if (!block_values(type) || k < 1 || k % block_values(type) || n < 1 || t < 0 || ldy < k)
+        return cudaErrorInvalidValue;
     if (t == 0) return cudaSuccess;
     Launch l;
     l.grid = dim3(ceil_div(k, kTHREADS), t);

@@ -10,8 +10,8 @@ constexpr int kCONV_WARPS = 8, kCONV_TOKENS = 64, kCHUNK = 16;
 // grid (heads of q, k and v; token parts).  A warp takes one token at a time, a lane channels lane, lane + 32, ...
 // The first part alone touches the window pool: it reads the old window whole before it writes any slot.
 template <int D>
-__global__ void __launch_bounds__(32 * kCONV_WARPS) conv_heads_kernel(const __grid_constant__ NextnGatedDeltaNet p,
-                                                                      float* mixed) {
+__global__ void __launch_bounds__(32 * kCONV_WARPS)
+    conv_heads_kernel(const __grid_constant__ NextnGatedDeltaNet p, float* mixed) {
     constexpr int kPER = D / 32;
     __shared__ float window[kMAX_KERNEL - 1][D];
     launch_dependents();
@@ -27,8 +27,10 @@ __global__ void __launch_bounds__(32 * kCONV_WARPS) conv_heads_kernel(const __gr
     const int slot = __ldcg(p.slot);
     if (blockIdx.y == 0)
         for (int i = threadIdx.x; i < before * D; i += blockDim.x)
-            window[i / D][i % D] = slot < 0 ? 0.0f
-                : __ldcg(p.conv_pool + (static_cast<int64_t>(slot) * before + i / D) * channels + first + i % D);
+            window[i / D][i % D] =
+                slot < 0
+                    ? 0.0f
+                    : __ldcg(p.conv_pool + (static_cast<int64_t>(slot) * before + i / D) * channels + first + i % D);
     __syncthreads();
     const auto row_at = [&](int t, int c) {  // row before the conv, t >= -before
         return t < 0 ? window[t + before][c] : __ldcg(p.qkv + t * p.ld_qkv + first + c);
@@ -52,7 +54,8 @@ __global__ void __launch_bounds__(32 * kCONV_WARPS) conv_heads_kernel(const __gr
     const bool keep_all = p.t <= p.slots;
     for (int i = threadIdx.x; i < (keep_all ? p.t : 1) * before * D; i += blockDim.x) {
         const int s = i / (before * D), j = i / D % before, t = keep_all ? s : p.t - 1;
-        p.conv_pool[(static_cast<int64_t>(s) * before + j) * channels + first + i % D] = row_at(t - before + 1 + j, i % D);
+        p.conv_pool[(static_cast<int64_t>(s) * before + j) * channels + first + i % D] =
+            row_at(t - before + 1 + j, i % D);
     }
 }
 
@@ -74,16 +77,20 @@ __device__ void copy_chunk(const NextnGatedDeltaNet& p, const float* mixed, Chun
     for (int i = threadIdx.x; i < min(kCHUNK, p.t - t0) * kPIECES; i += blockDim.x) {
         const int at = i / kPIECES, c = i % kPIECES * 4;
         const float* row = mixed + (t0 + at) * channels;
-        if (c < D) cp_async_16(&s.q[buffer][at][c], row + (h % p.k_heads) * D + c);
-        else if (c < 2 * D) cp_async_16(&s.k[buffer][at][c - D], row + (p.k_heads + h % p.k_heads) * D + c - D);
-        else cp_async_16(&s.v[buffer][at][c - 2 * D], row + (2 * p.k_heads + h) * D + column0 + c - 2 * D);
+        if (c < D)
+            cp_async_16(&s.q[buffer][at][c], row + (h % p.k_heads) * D + c);
+        else if (c < 2 * D)
+            cp_async_16(&s.k[buffer][at][c - D], row + (p.k_heads + h % p.k_heads) * D + c - D);
+        else
+            cp_async_16(&s.v[buffer][at][c - 2 * D], row + (2 * p.k_heads + h) * D + column0 + c - 2 * D);
     }
     cp_async_commit();
 }
 
 // grid (HV * D/kCOLS): o, before the norm, goes to y.
 template <int D>
-__global__ void __launch_bounds__(D) delta_rule_kernel(const __grid_constant__ NextnGatedDeltaNet p, const float* mixed) {
+__global__ void __launch_bounds__(D)
+    delta_rule_kernel(const __grid_constant__ NextnGatedDeltaNet p, const float* mixed) {
     extern __shared__ __align__(16) uint8_t raw[];
     auto& s = *reinterpret_cast<Chunks<D>*>(raw);
     launch_dependents();
@@ -140,7 +147,7 @@ __global__ void __launch_bounds__(32 * kNORM_WARPS) output_norm_kernel(const __g
 }
 
 template <int D>
-cudaError_t run(const NextnGatedDeltaNet& p, cudaStream_t stream) {
+cudaError_t run(const NextnGatedDeltaNet& p, const DeviceLimits& limits, cudaStream_t stream) {
     auto* mixed = static_cast<float*>(p.workspace);
     Launch l;
     l.pdl = p.flags & NEXTN_PDL;
@@ -150,7 +157,7 @@ cudaError_t run(const NextnGatedDeltaNet& p, cudaStream_t stream) {
     if (e != cudaSuccess) return e;
     l.grid = dim3(p.v_heads * (D / kCOLS));
     l.block = dim3(HeadState<D, kCOLS>::kTHREADS);
-    l.smem = sizeof(Chunks<D>);
+    l.smem = one_block_per_sm(limits, sizeof(Chunks<D>));
     e = launch(l, stream, delta_rule_kernel<D>, p, static_cast<const float*>(mixed));
     if (e != cudaSuccess) return e;
     l.grid = dim3(p.v_heads, ceil_div(p.t, kNORM_WARPS));
@@ -164,10 +171,10 @@ bool valid(const NextnGatedDeltaNet& p) {
     if (p.t < 1 || p.slots < 1 || p.k_heads < 1 || p.v_heads < 1 || p.v_heads % p.k_heads) return false;
     if (p.conv_kernel < 2 || p.conv_kernel > kMAX_KERNEL || !p.workspace) return false;
     const int64_t width = static_cast<int64_t>(p.v_heads) * p.head_dim;
-    return p.workspace_bytes >= nextn_gated_delta_net_workspace(p.t, p.k_heads, p.v_heads, p.head_dim)
-        && p.ld_qkv >= 2 * static_cast<int64_t>(p.k_heads) * p.head_dim + width && p.ld_z >= width && p.ld_y >= width
-        && p.ld_gate >= p.v_heads && p.ld_qkv % 4 == 0 && p.ld_z % 4 == 0
-        && (reinterpret_cast<uintptr_t>(p.qkv) | reinterpret_cast<uintptr_t>(p.z)) % 16 == 0;
+    return p.workspace_bytes >= nextn_gated_delta_net_workspace(p.t, p.k_heads, p.v_heads, p.head_dim) &&
+           p.ld_qkv >= 2 * static_cast<int64_t>(p.k_heads) * p.head_dim + width && p.ld_z >= width && p.ld_y >= width &&
+           p.ld_gate >= p.v_heads && p.ld_qkv % 4 == 0 && p.ld_z % 4 == 0 &&
+           (reinterpret_cast<uintptr_t>(p.qkv) | reinterpret_cast<uintptr_t>(p.z)) % 16 == 0;
 }
 
 }  // namespace
@@ -186,5 +193,7 @@ NEXTN_API cudaError_t nextn_gated_delta_net(const NextnGatedDeltaNet* args, cuda
     const NextnGatedDeltaNet& p = *args;
     if (p.t <= NEXTN_MAX_DECODE_T && limits.capability >= 90 && p.v_heads / p.k_heads <= 8)
         return gated_delta_net_fused(p, stream);
-    return p.head_dim == 32 ? run<32>(p, stream) : p.head_dim == 64 ? run<64>(p, stream) : run<128>(p, stream);
+    return p.head_dim == 32   ? run<32>(p, limits, stream)
+           : p.head_dim == 64 ? run<64>(p, limits, stream)
+                              : run<128>(p, limits, stream);
 }

@@ -38,7 +38,9 @@ __device__ __forceinline__ void unit_norm(float (&v)[PER], float eps, bool query
     for (int e = 0; e < PER; ++e) v[e] = __fmul_rn(v[e], factor);
 }
 
-struct Gates { float decay, rate; };
+struct Gates {
+    float decay, rate;
+};
 __device__ __forceinline__ Gates gates_of(const NextnGatedDeltaNet& p, float alpha, float beta, int h) {
     const float x = __fadd_rn(alpha, p.dt_bias[h]);
     const float softplus = x > 20.0f ? x : log1pf(expf(x));
@@ -56,7 +58,8 @@ struct HeadState {
     int row0, column, parity = 0;
 
     __device__ __forceinline__ HeadState()
-        : row0(32 * ((threadIdx.x >> 5) % kROW_PARTS)), column(32 * ((threadIdx.x >> 5) / kROW_PARTS) + (threadIdx.x & 31)) {}
+        : row0(32 * ((threadIdx.x >> 5) % kROW_PARTS)),
+          column(32 * ((threadIdx.x >> 5) / kROW_PARTS) + (threadIdx.x & 31)) {}
 
     // `head`: the state [D, D] of this head at the block's first column.
     __device__ __forceinline__ void load(const float* head, bool zero) {
@@ -67,8 +70,8 @@ struct HeadState {
 #pragma unroll
         for (int i = 0; i < 32; ++i) head[(row0 + i) * D + column] = s[i];
     }
-    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q), so both sums use the old state and run side
-    // by side.  Holds one block barrier; returns o of this lane's column (the same in every row part).
+    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q), so both sums use the old state and run
+    // side by side.  Holds one block barrier; returns o of this lane's column (the same in every row part).
     __device__ __forceinline__ float step(Partials& partials, const float* k, const float* q, float kq, const float* v,
                                           const Gates& gate) {
         float4 sk = {0, 0, 0, 0}, sq = {0, 0, 0, 0}, kb[8];
@@ -76,10 +79,14 @@ struct HeadState {
         for (int b = 0; b < 8; ++b) {
             kb[b] = *reinterpret_cast<const float4*>(k + row0 + 4 * b);
             const float4 qb = *reinterpret_cast<const float4*>(q + row0 + 4 * b);
-            sk.x = __fmaf_rn(s[4 * b], kb[b].x, sk.x);     sq.x = __fmaf_rn(s[4 * b], qb.x, sq.x);
-            sk.y = __fmaf_rn(s[4 * b + 1], kb[b].y, sk.y); sq.y = __fmaf_rn(s[4 * b + 1], qb.y, sq.y);
-            sk.z = __fmaf_rn(s[4 * b + 2], kb[b].z, sk.z); sq.z = __fmaf_rn(s[4 * b + 2], qb.z, sq.z);
-            sk.w = __fmaf_rn(s[4 * b + 3], kb[b].w, sk.w); sq.w = __fmaf_rn(s[4 * b + 3], qb.w, sq.w);
+            sk.x = __fmaf_rn(s[4 * b], kb[b].x, sk.x);
+            sq.x = __fmaf_rn(s[4 * b], qb.x, sq.x);
+            sk.y = __fmaf_rn(s[4 * b + 1], kb[b].y, sk.y);
+            sq.y = __fmaf_rn(s[4 * b + 1], qb.y, sq.y);
+            sk.z = __fmaf_rn(s[4 * b + 2], kb[b].z, sk.z);
+            sq.z = __fmaf_rn(s[4 * b + 2], qb.z, sq.z);
+            sk.w = __fmaf_rn(s[4 * b + 3], kb[b].w, sk.w);
+            sq.w = __fmaf_rn(s[4 * b + 3], qb.w, sq.w);
         }
         partials[parity][row0 / 32][column] = make_float2(horizontal(sk), horizontal(sq));
 #pragma unroll
@@ -112,8 +119,8 @@ private:
 
 // kq[t] = k[t] . q[t], one warp per token.
 template <int D, int TOKENS>
-__device__ __forceinline__ void key_query_dots(float (&kq)[TOKENS], const float (&k)[TOKENS][D], const float (&q)[TOKENS][D],
-                                               int count) {
+__device__ __forceinline__ void key_query_dots(float (&kq)[TOKENS], const float (&k)[TOKENS][D],
+                                               const float (&q)[TOKENS][D], int count) {
     const int lane = threadIdx.x & 31;
     for (int t = threadIdx.x >> 5; t < count; t += blockDim.x >> 5) {
         float v = 0.0f;
@@ -131,6 +138,7 @@ __device__ __forceinline__ float gated_norm(float o, float total, int dim, float
     return __fmul_rn(__fmul_rn(__fmul_rn(o, factor), weight), gate);
 }
 
-cudaError_t gated_delta_net_fused(const NextnGatedDeltaNet& p, cudaStream_t stream);    // t <= 8, capability >= 9.0
+// t <= 8, compute capability 9.0 and up
+cudaError_t gated_delta_net_fused(const NextnGatedDeltaNet& p, cudaStream_t stream);
 
 }  // namespace nextn

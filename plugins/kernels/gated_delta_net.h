@@ -9,30 +9,31 @@
 //   S      = g S + k (b (v - (g S)^T k))^T,  o = S^T q
 //   y      = o / sqrt(mean o^2 + eps) * norm_weight * silu(z)
 typedef struct NextnGatedDeltaNet {
-    const float* qkv;          // [t, C] f32, C = 2*HK*D + HV*D, row stride ld_qkv (a multiple of 4)
-    const float* z;            // [t, HV*D], stride ld_z (a multiple of 4)
-    const float* alpha;        // [t, HV], stride ld_gate
-    const float* beta;         // [t, HV], stride ld_gate
+    const float* qkv;    // [t, C] f32, C = 2*HK*D + HV*D, row stride ld_qkv (a multiple of 4)
+    const float* z;      // [t, HV*D], stride ld_z (a multiple of 4)
+    const float* alpha;  // [t, HV], stride ld_gate
+    const float* beta;   // [t, HV], stride ld_gate
     int64_t ld_qkv, ld_z, ld_gate;
     const float* conv_weight;  // [C, kernel]
     const float* a;            // [HV]
     const float* dt_bias;      // [HV]
     const float* norm_weight;  // [D]
     float eps;
-    float* conv_pool;          // [slots, kernel - 1, C] f32, read at *slot and written in place: rows before the conv
-    float* state_pool;         // [slots, HV, D, D] f32 (key index outermost), read at *slot and written in place
-    const int32_t* slot;       // device; the slot to start from, or a negative number to start from zeros
-    float* y;                  // [t, HV*D] f32, stride ld_y
+    float* conv_pool;     // [slots, kernel - 1, C] f32, read at *slot and written in place: rows before the conv
+    float* state_pool;    // [slots, HV, D, D] f32 (key index outermost), read at *slot and written in place
+    const int32_t* slot;  // device; the slot to start from, or a negative number to start from zeros
+    float* y;             // [t, HV*D] f32, stride ld_y
     int64_t ld_y;
-    int32_t t, slots;          // t <= slots: the state after token i goes to slot i; longer: the last one to slot 0
+    int32_t t, slots;  // t <= slots: the state after token i goes to slot i; longer: the last one to slot 0
     int32_t k_heads, v_heads, head_dim, conv_kernel;
-    void* workspace;           // nextn_gated_delta_net_workspace bytes, 256-byte aligned, no contents kept
+    void* workspace;  // nextn_gated_delta_net_workspace bytes, 256-byte aligned, no contents kept
     size_t workspace_bytes;
-    int32_t flags;             // NEXTN_PDL
+    int32_t flags;  // NEXTN_PDL
 } NextnGatedDeltaNet;
 
 NEXTN_API size_t nextn_gated_delta_net_workspace(int32_t t, int32_t k_heads, int32_t v_heads, int32_t head_dim);
 
 // Tokens are taken one after the other, so results do not depend on how a text is cut into calls.
-// Refuses: head_dim other than 32, 64, 128; v_heads not a multiple of k_heads; conv_kernel outside 2..8; t or slots < 1.
+// Refuses: head_dim other than 32, 64, 128; v_heads not a multiple of k_heads; conv_kernel outside 2..8; t or slots <
+// 1; strides or pointers off their alignment.
 NEXTN_API cudaError_t nextn_gated_delta_net(const NextnGatedDeltaNet* args, cudaStream_t stream);

@@ -25,13 +25,15 @@ struct FusedShared {
 // Channel of the layer behind local channel i.
 template <int D>
 __device__ __forceinline__ int channel_of(const NextnGatedDeltaNet& p, int i, int k_head, int h, int column0) {
-    return i < D ? k_head * D + i : i < 2 * D ? (p.k_heads + k_head) * D + i - D
-                                              : (2 * p.k_heads + h) * D + column0 + i - 2 * D;
+    return i < D       ? k_head * D + i
+           : i < 2 * D ? (p.k_heads + k_head) * D + i - D
+                       : (2 * p.k_heads + h) * D + column0 + i - 2 * D;
 }
 
 // Rows kCHANNELS wide, four channels at a time: copy(row, channel, layer's channel).
 template <int D, int COLS, typename F>
-__device__ __forceinline__ void for_each_piece(const NextnGatedDeltaNet& p, int rows, int k_head, int h, int column0, F f) {
+__device__ __forceinline__ void for_each_piece(const NextnGatedDeltaNet& p, int rows, int k_head, int h, int column0,
+                                               F f) {
     constexpr int kPIECES = FusedShared<D, COLS>::kCHANNELS / 4;
     for (int i = threadIdx.x; i < rows * kPIECES; i += blockDim.x) {
         const int c = i % kPIECES * 4;
@@ -41,10 +43,12 @@ __device__ __forceinline__ void for_each_piece(const NextnGatedDeltaNet& p, int 
 
 // One head vector of one token: part 0 q, 1 k, 2 this block's columns of v.
 template <int D, int COLS>
-__device__ __forceinline__ void conv_part(const NextnGatedDeltaNet& p, FusedShared<D, COLS>& s, int t, int part, int lane) {
+__device__ __forceinline__ void conv_part(const NextnGatedDeltaNet& p, FusedShared<D, COLS>& s, int t, int part,
+                                          int lane) {
     const auto conv = [&](int c) {
-        return conv_silu(p.conv_kernel, [&](int j) { return s.weight[c * p.conv_kernel + j]; },
-                         [&](int j) { return s.rows[t + j][c]; });
+        return conv_silu(
+            p.conv_kernel, [&](int j) { return s.weight[c * p.conv_kernel + j]; },
+            [&](int j) { return s.rows[t + j][c]; });
     };
     if (part == 2) {
         for (int e = lane; e < COLS; e += 32) s.v[t][e] = conv(2 * D + e);
@@ -60,7 +64,8 @@ __device__ __forceinline__ void conv_part(const NextnGatedDeltaNet& p, FusedShar
 
 // grid (HK * ratio * PARTS) in clusters of ratio * PARTS; rank = value head of the key head, then part.
 template <int D, int PARTS>
-__global__ void __launch_bounds__(HeadState<D, D / PARTS>::kTHREADS) fused_kernel(const __grid_constant__ NextnGatedDeltaNet p) {
+__global__ void __launch_bounds__(HeadState<D, D / PARTS>::kTHREADS)
+    fused_kernel(const __grid_constant__ NextnGatedDeltaNet p) {
 #if __CUDA_ARCH__ >= 900
     constexpr int COLS = D / PARTS;
     extern __shared__ __align__(16) uint8_t raw[];
@@ -74,12 +79,15 @@ __global__ void __launch_bounds__(HeadState<D, D / PARTS>::kTHREADS) fused_kerne
     const int64_t channels = (2 * p.k_heads + p.v_heads) * static_cast<int64_t>(D);
     const auto pieces = [&](int rows, auto f) { for_each_piece<D, COLS>(p, rows, k_head, h, column0, f); };
     launch_dependents();
-    pieces(p.conv_kernel, [&](int j, int c, int channel) {  // channel c's taps lie together: piece j of each four channels
-        cp_async_16(&s.weight[c * p.conv_kernel + 4 * j], p.conv_weight + static_cast<int64_t>(channel) * p.conv_kernel + 4 * j);
-    });
+    pieces(p.conv_kernel,
+           [&](int j, int c, int channel) {  // channel c's taps lie together: piece j of each four channels
+               cp_async_16(&s.weight[c * p.conv_kernel + 4 * j],
+                           p.conv_weight + static_cast<int64_t>(channel) * p.conv_kernel + 4 * j);
+           });
     wait_for_predecessor();
     const int slot = __ldcg(p.slot);
-    pieces(p.t, [&](int t, int c, int channel) { cp_async_16(&s.rows[before + t][c], p.qkv + t * p.ld_qkv + channel); });
+    pieces(p.t,
+           [&](int t, int c, int channel) { cp_async_16(&s.rows[before + t][c], p.qkv + t * p.ld_qkv + channel); });
     for (int i = threadIdx.x; i < p.t * COLS / 4; i += blockDim.x) {
         const int t = i / (COLS / 4), c = i % (COLS / 4) * 4;
         cp_async_16(&s.z[t][c], p.z + t * p.ld_z + h * D + column0 + c);
@@ -139,7 +147,8 @@ __global__ void __launch_bounds__(HeadState<D, D / PARTS>::kTHREADS) fused_kerne
     pieces((keep_all ? p.t : 1) * before, [&](int w, int c, int channel) {
         if (c < 2 * D && c * size / (2 * D) != rank) return;
         const int row = (keep_all ? w / before : p.t - 1) + 1 + w % before;
-        __stcg(reinterpret_cast<float4*>(p.conv_pool + w * channels + channel), *reinterpret_cast<float4*>(&s.rows[row][c]));
+        __stcg(reinterpret_cast<float4*>(p.conv_pool + w * channels + channel),
+               *reinterpret_cast<float4*>(&s.rows[row][c]));
     });
     cluster.barrier_wait(std::move(token));
 #endif
@@ -151,7 +160,8 @@ cudaError_t run(const NextnGatedDeltaNet& p, cudaStream_t stream) {
     l.cluster = p.v_heads / p.k_heads * PARTS;
     l.grid = dim3(p.k_heads * l.cluster);
     l.block = dim3(HeadState<D, D / PARTS>::kTHREADS);
-    l.smem = sizeof(FusedShared<D, D / PARTS>);
+    l.smem =
+        sizeof(FusedShared<D, D / PARTS>);  // blocks of a cluster may share a multiprocessor: spreading costs a wave
     l.pdl = p.flags & NEXTN_PDL;
     return launch(l, stream, fused_kernel<D, PARTS>, p);
 }

@@ -14,17 +14,23 @@ __device__ void block_reduce(uint32_t& bits, float& v) {
     __shared__ float warp_sum[32];
     bits = __reduce_max_sync(~0u, bits);
     for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
-    if ((threadIdx.x & 31) == 0) { warp_bits[threadIdx.x >> 5] = bits; warp_sum[threadIdx.x >> 5] = v; }
+    if ((threadIdx.x & 31) == 0) {
+        warp_bits[threadIdx.x >> 5] = bits;
+        warp_sum[threadIdx.x >> 5] = v;
+    }
     __syncthreads();
     bits = 0;
     v = 0.0f;
-    for (int w = 0; w < static_cast<int>(blockDim.x >> 5); ++w) { bits = max(bits, warp_bits[w]); v += warp_sum[w]; }
+    for (int w = 0; w < static_cast<int>(blockDim.x >> 5); ++w) {
+        bits = max(bits, warp_bits[w]);
+        v += warp_sum[w];
+    }
 }
 
 // One block per token.  A warp takes 32 values at a time, one to a lane.
-__global__ void __launch_bounds__(512) half_rows_kernel(const float* __restrict__ x, int64_t ldx, int k,
-                                                        const float* __restrict__ norm, float eps, __half* rows,
-                                                        __half* sums, float* row_scale) {
+__global__ void __launch_bounds__(512)
+    half_rows_kernel(const float* __restrict__ x, int64_t ldx, int k, const float* __restrict__ norm, float eps,
+                     __half* rows, __half* sums, float* row_scale) {
     launch_dependents();
     wait_for_predecessor();
     const float* row = x + blockIdx.x * ldx;

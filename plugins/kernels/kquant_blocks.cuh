@@ -15,31 +15,59 @@ namespace nextn {
 //        q = nibble(j/2) of ql[64h + 32(j%2) + l]  |  (2 bits at 2j of qh[32h + l]) << 4
 constexpr int kSUPER = 256;
 
-struct __align__(4) block_q4_k { __half d, dmin; uint8_t scales[12], qs[128]; };
-struct __align__(4) block_q5_k { __half d, dmin; uint8_t scales[12], qh[32], qs[128]; };
-struct block_q6_k { uint8_t ql[128], qh[64]; int8_t scales[16]; __half d; };
-struct block_q8_0 { __half d; int8_t qs[32]; };
+struct __align__(4) block_q4_k {
+    __half d, dmin;
+    uint8_t scales[12], qs[128];
+};
+struct __align__(4) block_q5_k {
+    __half d, dmin;
+    uint8_t scales[12], qh[32], qs[128];
+};
+struct block_q6_k {
+    uint8_t ql[128], qh[64];
+    int8_t scales[16];
+    __half d;
+};
+struct block_q8_0 {
+    __half d;
+    int8_t qs[32];
+};
 static_assert(sizeof(block_q4_k) == 144 && sizeof(block_q5_k) == 176, "GGUF layout");
 static_assert(sizeof(block_q6_k) == 210 && sizeof(block_q8_0) == 34, "GGUF layout");
 
 template <int TYPE>
-constexpr int kSuperBytes = TYPE == kNEXTN_Q4_K ? 144 : TYPE == kNEXTN_Q5_K ? 176 : 210;
+constexpr int kSuperBytes = TYPE == kNEXTN_Q4_K   ? 144
+                            : TYPE == kNEXTN_Q5_K ? 176
+                                                  : 210;
 
-__host__ __device__ constexpr bool is_kquant(int type) { return type == kNEXTN_Q4_K || type == kNEXTN_Q5_K || type == kNEXTN_Q6_K; }
+__host__ __device__ constexpr bool is_kquant(int type) {
+    return type == kNEXTN_Q4_K || type == kNEXTN_Q5_K || type == kNEXTN_Q6_K;
+}
 
 // Values per block and bytes per block of a type; 0 for one that is not supported.
 __host__ __device__ constexpr int block_values(int type) {
-    return is_kquant(type) ? 256 : type == kNEXTN_Q8_0 ? 32
-         : type == kNEXTN_F32 || type == kNEXTN_F16 || type == kNEXTN_BF16 ? 1 : 0;
+    return is_kquant(type)                                                   ? 256
+           : type == kNEXTN_Q8_0                                             ? 32
+           : type == kNEXTN_F32 || type == kNEXTN_F16 || type == kNEXTN_BF16 ? 1
+                                                                             : 0;
 }
 __host__ __device__ constexpr int block_bytes(int type) {
-    return type == kNEXTN_Q4_K ? 144 : type == kNEXTN_Q5_K ? 176 : type == kNEXTN_Q6_K ? 210
-         : type == kNEXTN_Q8_0 ? 34 : type == kNEXTN_F32 ? 4 : block_values(type) ? 2 : 0;
+    return type == kNEXTN_Q4_K   ? 144
+           : type == kNEXTN_Q5_K ? 176
+           : type == kNEXTN_Q6_K ? 210
+           : type == kNEXTN_Q8_0 ? 34
+           : type == kNEXTN_F32  ? 4
+           : block_values(type)  ? 2
+                                 : 0;
 }
-__host__ __device__ constexpr int64_t row_bytes(int type, int64_t k) { return k / block_values(type) * block_bytes(type); }
+__host__ __device__ constexpr int64_t row_bytes(int type, int64_t k) {
+    return k / block_values(type) * block_bytes(type);
+}
 
 // The 6-bit scales and mins of Q4_K/Q5_K, four to a word (sub-block s is byte s%4 of word s/4).
-struct ScaleMin { uint32_t sc[2], mn[2]; };
+struct ScaleMin {
+    uint32_t sc[2], mn[2];
+};
 __device__ __forceinline__ ScaleMin unpack_scale_min(uint32_t w0, uint32_t w1, uint32_t w2) {
     ScaleMin r;
     r.sc[0] = w0 & 0x3f3f3f3fu;

@@ -2,8 +2,8 @@
 //
 //   block = ks consumer warps + 1 producer warp, persistent; a tile is 16 rows.
 //   ring stage = 16 rows x ks superblocks of one tile, one bulk copy per row (16-byte cp.async below 9.0)
-//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers: one token against one chunk
-//   is quantised here while the ring fills, else they come from quantize_rows (same bits either way)
+//   consumer warp w owns superblock chunk*ks + w of every tile, its activations live in registers: one token against
+//   one chunk is quantised here while the ring fills, else they come from quantize_rows (same bits either way)
 //   an RMSNorm's 1/rms is a factor of the whole row, so it is applied to the finished sums
 //   a pair of tiles walks all chunks, then the warps' partial sums meet in shared memory in warp order
 // Every choice that fixes the order of a sum (ks, chunks) follows from k, type and device, never from t.
@@ -17,7 +17,12 @@ namespace {
 
 constexpr int kROWS = 16, kPAIR = 2, kMAX_KS = 16, kMAX_STAGES = 8;
 
-struct DecodeMatrix { const uint8_t* weight; float* y; int64_t ldy; int n, tiles; };
+struct DecodeMatrix {
+    const uint8_t* weight;
+    float* y;
+    int64_t ldy;
+    int n, tiles;
+};
 struct DecodeParams {
     DecodeMatrix matrix[NEXTN_MAX_MATRICES];
     QuantizedRows quantized;
@@ -35,11 +40,16 @@ struct DecodeParams {
 struct RingPosition {
     int stage = 0, phase = 0;
     __device__ __forceinline__ void next(int stages) {
-        if (++stage == stages) { stage = 0; phase ^= 1; }
+        if (++stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
     }
 };
 
-struct Tile { int matrix, row; };
+struct Tile {
+    int matrix, row;
+};
 __device__ __forceinline__ Tile tile_at(const DecodeParams& p, int v) {
     if (p.swiglu) return {v & 1, (v >> 1) * kROWS};
     int m = 0;
@@ -48,7 +58,10 @@ __device__ __forceinline__ Tile tile_at(const DecodeParams& p, int v) {
 }
 
 // Global bytes of `row`, chunk `c`: start rounded down to 16, length rounded up; `skew` is what was rounded off.
-struct Piece { const uint8_t* from; int bytes, skew; };
+struct Piece {
+    const uint8_t* from;
+    int bytes, skew;
+};
 template <int TYPE>
 __device__ __forceinline__ Piece piece_at(const DecodeParams& p, const DecodeMatrix& m, int row, int c) {
     constexpr int kB = kSuperBytes<TYPE>;
@@ -66,11 +79,12 @@ __device__ __forceinline__ void produce(const DecodeParams& p, uint8_t* stage, u
 #if __CUDA_ARCH__ >= 900
     if (lane < kROWS) {
         const Piece piece = piece_at<TYPE>(p, m, tile.row + lane, c);
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                     :: "r"(smem_address(full)), "r"(piece.bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(smem_address(stage + lane * p.row_stride)), "l"(piece.from), "r"(piece.bytes),
-                        "r"(smem_address(full)) : "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_address(full)), "r"(piece.bytes)
+                     : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         smem_address(stage + lane * p.row_stride)),
+                     "l"(piece.from), "r"(piece.bytes), "r"(smem_address(full))
+                     : "memory");
     }
 #else
     for (int r = 0; r < kROWS; ++r) {
@@ -78,7 +92,7 @@ __device__ __forceinline__ void produce(const DecodeParams& p, uint8_t* stage, u
         for (int b = 16 * lane; b < piece.bytes; b += 16 * 32)
             cp_async_16(stage + r * p.row_stride + b, piece.from + b);
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(smem_address(full)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
 #endif
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -98,8 +112,10 @@ __device__ __forceinline__ void dot_tile(const DecodeParams& p, const uint8_t* s
         r0 += piece_at<TYPE>(p, m, tile.row + g, c).skew;
         r8 += piece_at<TYPE>(p, m, tile.row + g + 8, c).skew;
         const uintptr_t both = reinterpret_cast<uintptr_t>(r0) | reinterpret_cast<uintptr_t>(r8);
-        if (__all_sync(~0u, (both & 2) == 0)) dot_q6_k<NT, true>(r0, r8, x, y, q);
-        else dot_q6_k<NT, false>(r0, r8, x, y, q);
+        if (__all_sync(~0u, (both & 2) == 0))
+            dot_q6_k<NT, true>(r0, r8, x, y, q);
+        else
+            dot_q6_k<NT, false>(r0, r8, x, y, q);
     } else {
         dot_affine<TYPE, NT>(r0, r8, x, y, q);
     }
@@ -134,11 +150,11 @@ __device__ __forceinline__ void reduce_pair(const DecodeParams& p, const float* 
 }
 
 __device__ __forceinline__ void consumer_barrier(int warps) {
-    asm volatile("bar.sync 1, %0;" :: "r"(32 * warps) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"r"(32 * warps) : "memory");
 }
 
-// One token: every warp quantises its superblock; factor (1/rms, 1 without a norm) is for the epilogue and becomes valid
-// at the first reduce_pair's barrier.
+// One token: every warp quantises its superblock; factor (1/rms, 1 without a norm) is for the epilogue and becomes
+// valid at the first reduce_pair's barrier.
 template <int TYPE>
 __device__ __forceinline__ void quantize_own(const DecodeParams& p, TokenOperand<TYPE, 1>& x, int warp, int lane,
                                              float* squares, float* factor) {
@@ -230,7 +246,10 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
 size_t partial_bytes(int ks, int groups) { return sizeof(float) * 2 * ks * kPAIR * 64 * groups; }
 
 // ks, chunks and the ring for a row of `supers` superblocks.  At least 2 stages, 3 where they fit.
-struct Plan { int ks, chunks, row_stride, stages, per_sm; size_t smem; };
+struct Plan {
+    int ks, chunks, row_stride, stages, per_sm;
+    size_t smem;
+};
 Plan plan_for(int type, int supers, int groups, const DeviceLimits& d) {
     Plan plan = {};
     const int bytes = type == kNEXTN_Q4_K ? 144 : type == kNEXTN_Q5_K ? 176 : 210;
@@ -246,8 +265,8 @@ Plan plan_for(int type, int supers, int groups, const DeviceLimits& d) {
         const size_t room = static_cast<size_t>(d.smem_per_sm) / plan.per_sm - 2048;
         const size_t all = min(room, static_cast<size_t>(d.smem_per_block) - 1024);
         if (partial_bytes(plan.ks, 2) + 3 * stage > all && plan.ks > 4) continue;
-        plan.stages = static_cast<int>(min((all - partial_bytes(plan.ks, groups)) / stage,
-                                           static_cast<size_t>(kMAX_STAGES)));
+        plan.stages =
+            static_cast<int>(min((all - partial_bytes(plan.ks, groups)) / stage, static_cast<size_t>(kMAX_STAGES)));
         plan.smem = plan.stages * stage + partial_bytes(plan.ks, groups);
         return plan;
     }

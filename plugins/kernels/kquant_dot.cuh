@@ -33,16 +33,18 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
     const ScaleMin s0 = unpack_scale_min(h0.y, h0.z, h0.w), s8 = unpack_scale_min(h8.y, h8.z, h8.w);
     uint32_t high[4];  // fifth bits: rows g, g+8 at bytes 4q.., then at 16+4q..
     if (kFIFTH) {
-        high[0] = load_word(r0 + 16 + 4 * q); high[1] = load_word(r8 + 16 + 4 * q);
-        high[2] = load_word(r0 + 32 + 4 * q); high[3] = load_word(r8 + 32 + 4 * q);
+        high[0] = load_word(r0 + 16 + 4 * q);
+        high[1] = load_word(r8 + 16 + 4 * q);
+        high[2] = load_word(r0 + 32 + 4 * q);
+        high[3] = load_word(r8 + 32 + 4 * q);
     }
     const uint8_t* q0 = r0 + (kFIFTH ? 48 : 16) + 4 * q;
     const uint8_t* q8 = r8 + (kFIFTH ? 48 : 16) + 4 * q;
     int acc[NT][4] = {};
     const auto chunk = [&](auto C) {
         constexpr int c = decltype(C)::value;
-        const uint32_t w[4] = {load_word(q0 + 32 * c), load_word(q8 + 32 * c),
-                               load_word(q0 + 32 * c + 16), load_word(q8 + 32 * c + 16)};
+        const uint32_t w[4] = {load_word(q0 + 32 * c), load_word(q8 + 32 * c), load_word(q0 + 32 * c + 16),
+                               load_word(q8 + 32 * c + 16)};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int s = 2 * c + half;
@@ -74,7 +76,7 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
     for (int n = 0; n < NT; ++n) {
         int mins[4];
         mma_s8_k32(mins, m0 << (q >> 1), m8 << (q >> 1), m0 << 1, m8 << 1, x.sums[n].x, x.sums[n].y);
-        const auto step = [&](float (&out), const float2 d, int hi, int lo, int min_hi, int min_lo) {
+        const auto step = [&](float(&out), const float2 d, int hi, int lo, int min_hi, int min_lo) {
             const float m = __fmaf_rn(1024.0f, static_cast<float>(min_hi), static_cast<float>(min_lo));
             out = __fmaf_rn(x.scale[n], __fmaf_rn(-d.y, m, __fmul_rn(d.x, hi_lo(hi, lo))), out);
         };

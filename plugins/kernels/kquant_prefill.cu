@@ -116,7 +116,8 @@ struct RowHeader {
     __device__ __forceinline__ void load(Buffers& s, int buffer, int row, int part, const uint8_t* block) {
         if constexpr (TYPE == kNEXTN_Q6_K) {
             load_words_2(sc, block + 192);
-            if (part == 0) s.d[buffer][row] = make_float2(__half2float(*reinterpret_cast<const __half*>(block + 208)), 0.0f);
+            if (part == 0)
+                s.d[buffer][row] = make_float2(__half2float(*reinterpret_cast<const __half*>(block + 208)), 0.0f);
         } else {
             const uint4 h = __ldg(reinterpret_cast<const uint4*>(block));
             const ScaleMin u = unpack_scale_min(h.y, h.z, h.w);
@@ -140,7 +141,10 @@ struct RowHeader {
 };
 
 // Matrix and row behind a block's local row; with SwiGLU the upper half of a block's rows comes from `up`.
-struct Source { const NextnMatrix* m; int row; };
+struct Source {
+    const NextnMatrix* m;
+    int row;
+};
 __device__ __forceinline__ Source source_of(const PrefillParams& p, int local) {
     if (p.swiglu) {
         const bool up = local >= kROWS / 2;
@@ -183,7 +187,8 @@ struct WarpTile {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) mma_f16_k16(acc[i][j], fa[i], fb[j / 2][2 * (j & 1)], fb[j / 2][2 * (j & 1) + 1]);
+            for (int j = 0; j < 8; ++j)
+                mma_f16_k16(acc[i][j], fa[i], fb[j / 2][2 * (j & 1)], fb[j / 2][2 * (j & 1) + 1]);
     }
     // y += sign * f(row) * acc
     template <typename F>
@@ -217,8 +222,8 @@ __global__ void __launch_bounds__(kTHREADS, 1) kquant_prefill_kernel(const __gri
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, wr = warp & 3, wt = warp >> 2;
     const int row = threadIdx.x >> 1, part = threadIdx.x & 1, t0 = blockIdx.x * kTOKENS;
     const Source src = source_of(p, row);
-    const uint8_t* weights = static_cast<const uint8_t*>(src.m->weight)
-                           + static_cast<int64_t>(min(src.row, src.m->n - 1)) * p.supers * kSuperBytes<TYPE>;
+    const uint8_t* weights = static_cast<const uint8_t*>(src.m->weight) +
+                             static_cast<int64_t>(min(src.row, src.m->n - 1)) * p.supers * kSuperBytes<TYPE>;
     launch_dependents();
     wait_for_predecessor();
     WarpTile y, acc;
@@ -244,7 +249,10 @@ __global__ void __launch_bounds__(kTHREADS, 1) kquant_prefill_kernel(const __gri
     const int steps = p.supers * kSTEPS;
     for (int step = 0; step < steps; ++step) {
         const int buffer = step & 1, half = step / kSTEPS & 1;
-        if (step + 1 < steps) { copy_tokens(p, s.in, step + 1, t0); fetch(step + 1); }
+        if (step + 1 < steps) {
+            copy_tokens(p, s.in, step + 1, t0);
+            fetch(step + 1);
+        }
 #pragma unroll
         for (int k = 0; k < kSTEP; k += 16) acc.multiply(&s.in.a[buffer][32 * wr], &s.in.b[buffer][64 * wt], k, lane);
         if (step % kSTEPS == kSTEPS - 1) {

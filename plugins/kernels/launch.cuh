@@ -12,7 +12,9 @@ struct DeviceLimits {
 inline cudaError_t device_limits(DeviceLimits* out) {
     int device = 0, major = 0, minor = 0;
     cudaError_t e = cudaGetDevice(&device);
-    const auto get = [&](int* v, cudaDeviceAttr a) { if (e == cudaSuccess) e = cudaDeviceGetAttribute(v, a, device); };
+    const auto get = [&](int* v, cudaDeviceAttr a) {
+        if (e == cudaSuccess) e = cudaDeviceGetAttribute(v, a, device);
+    };
     get(&out->sm_count, cudaDevAttrMultiProcessorCount);
     get(&out->smem_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     get(&out->smem_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
@@ -20,6 +22,13 @@ inline cudaError_t device_limits(DeviceLimits* out) {
     get(&minor, cudaDevAttrComputeCapabilityMinor);
     out->capability = 10 * major + minor;
     return e;
+}
+
+// Dynamic shared memory that keeps a second block off a multiprocessor.  A grid of at most one block each, launched
+// early by programmatic dependent launch, would otherwise pile up on the multiprocessors that happen to be free.
+inline size_t one_block_per_sm(const DeviceLimits& d, size_t needed) {
+    const size_t half = d.smem_per_sm / 2 + 1024, most = d.smem_per_block - 2048;
+    return needed > half ? needed : half < most ? half : most;
 }
 
 struct Launch {
@@ -32,8 +41,8 @@ struct Launch {
 template <typename... Params, typename... Args>
 cudaError_t launch(const Launch& l, cudaStream_t stream, void (*kernel)(Params...), Args... args) {
     if (l.smem > 48 * 1024) {
-        const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(l.smem));
+        const cudaError_t e =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(l.smem));
         if (e != cudaSuccess) return e;
     }
     cudaLaunchAttribute attr[2];

@@ -9,7 +9,11 @@ namespace nextn {
 MatmulWorkspace matmul_workspace(void* base, int t, int k) {
     MatmulWorkspace w = {};
     auto* p = static_cast<uint8_t*>(base);
-    const auto take = [&](size_t bytes) { uint8_t* at = p + w.bytes; w.bytes += round_up(bytes, 256); return at; };
+    const auto take = [&](size_t bytes) {
+        uint8_t* at = p + w.bytes;
+        w.bytes += round_up(bytes, 256);
+        return at;
+    };
     const size_t supers = ceil_div(k, kSUPER);
     if (t <= NEXTN_MAX_DECODE_T) {
         const size_t slots = supers * ceil_div(t, kGroupTokens);
@@ -29,7 +33,8 @@ namespace {
 
 bool valid(const NextnMatmul& m) {
     if (m.t < 1 || m.k < 1 || !m.x || m.n_matrices < 1 || m.n_matrices > NEXTN_MAX_MATRICES) return false;
-    if (m.ldx < m.k || m.ldx % 4 || m.k % 4 || (m.residual && (m.n_matrices != 1 || m.ldr < m.matrix[0].n))) return false;
+    if (m.ldx < m.k || m.ldx % 4 || m.k % 4 || (m.residual && (m.n_matrices != 1 || m.ldr < m.matrix[0].n)))
+        return false;
     if (m.swiglu && (m.n_matrices != 2 || m.matrix[0].type != m.matrix[1].type || m.matrix[0].n != m.matrix[1].n))
         return false;
     for (int i = 0; i < m.n_matrices; ++i) {
@@ -38,8 +43,8 @@ bool valid(const NextnMatmul& m) {
         if (!s.weight || reinterpret_cast<uintptr_t>(s.weight) % 16 || s.n < 1 || !values || m.k % values) return false;
         if ((!s.y || s.ldy < s.n) && !(m.swiglu && i == 1)) return false;
     }
-    return m.workspace && reinterpret_cast<uintptr_t>(m.workspace) % 256 == 0
-        && m.workspace_bytes >= nextn_matmul_workspace(m.t, m.k);
+    return m.workspace && reinterpret_cast<uintptr_t>(m.workspace) % 256 == 0 &&
+           m.workspace_bytes >= nextn_matmul_workspace(m.t, m.k);
 }
 
 }  // namespace
@@ -60,19 +65,24 @@ NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream)
     bool prepare = false, any_dense = false;
     for (int i = 0; i < m.n_matrices; ++i) {
         const int type = m.matrix[i].type;
-        if (!is_kquant(type)) any_dense = true;
-        else prepare |= !decode || !decode_quantizes_itself(m, type, limits);
+        if (!is_kquant(type))
+            any_dense = true;
+        else
+            prepare |= !decode || !decode_quantizes_itself(m, type, limits);
     }
     if (prepare) e = decode ? quantize_rows(m, w, stream) : half_rows(m, w, stream);
     const bool normed = any_dense && m.norm_weight;
-    if (e == cudaSuccess && normed) 
+    if (e == cudaSuccess && normed)
         e = nextn_rms_norm(m.x, m.ldx, m.t, m.k, m.norm_weight, m.norm_eps, w.normed, m.k, m.flags, stream);
     for (int first = 0, end; first < m.n_matrices && e == cudaSuccess; first = end) {
         const int type = m.matrix[first].type;
         for (end = first + 1; end < m.n_matrices && m.matrix[end].type == type; ++end) {}
-        if (!is_kquant(type)) e = dense_rows(m, first, end - first, normed ? w.normed : m.x, normed ? m.k : m.ldx, stream);
-        else if (decode) e = kquant_decode(m, first, end - first, w.quantized, limits, stream);
-        else e = kquant_prefill(m, first, end - first, w, stream);
+        if (!is_kquant(type))
+            e = dense_rows(m, first, end - first, normed ? w.normed : m.x, normed ? m.k : m.ldx, stream);
+        else if (decode)
+            e = kquant_decode(m, first, end - first, w.quantized, limits, stream);
+        else
+            e = kquant_prefill(m, first, end - first, w, stream);
     }
     return e;
 }

@@ -17,7 +17,7 @@ struct MatmulWorkspace {
 };
 MatmulWorkspace matmul_workspace(void* base, int t, int k);
 
-// Decode (t <= 8).  k % 256 == 0 for quantize_rows and kquant_decode, which needs the former unless it quantises itself.
+// Decode (t <= 8).  k % 256 == 0 for quantize_rows and for kquant_decode, which needs it unless it quantises itself.
 cudaError_t quantize_rows(const NextnMatmul& m, const MatmulWorkspace& w, cudaStream_t stream);
 bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits& limits);
 cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,

@@ -1,7 +1,7 @@
 // Activations to int8 hi/lo pairs in tensor-core operand order, with an optional RMSNorm on the way.
 //
-// One warp takes 256 values of one token.  The norm's 1/rms is a factor of the whole row, so values are quantised at once
-// and the row's sum of squares is needed only by the matmul's epilogue.
+// One warp takes 256 values of one token.  The norm's 1/rms is a factor of the whole row, so values are quantised at
+// once and the row's sum of squares is needed only by the matmul's epilogue.
 #include "launch.cuh"
 #include "matmul_parts.cuh"
 #include "ptx.cuh"
@@ -33,7 +33,8 @@ __device__ void pack_sum16(uint8_t* out, int token, int sub, int sum) {
 
 // Quantise 256 values held 8 to a lane: v[0] at 32*(lane/4) + 4*(lane%4), v[1] 16 further.
 // Returns the scale.
-__device__ float quantize_superblock(const float4 (&v)[2], const QuantizedRows& out, int64_t slot, int token, int lane) {
+__device__ float quantize_superblock(const float4 (&v)[2], const QuantizedRows& out, int64_t slot, int token,
+                                     int lane) {
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -57,9 +58,9 @@ __device__ float quantize_superblock(const float4 (&v)[2], const QuantizedRows& 
 }
 
 // grid (t, parts), a part of `warps` superblocks when there is no norm; one part when there is.
-__global__ void __launch_bounds__(32 * kMAX_WARPS) quantize_rows_kernel(
-    const float* __restrict__ x, int64_t ldx, int k, int groups, const float* __restrict__ norm, float eps,
-    QuantizedRows out) {
+__global__ void __launch_bounds__(32 * kMAX_WARPS)
+    quantize_rows_kernel(const float* __restrict__ x, int64_t ldx, int k, int groups, const float* __restrict__ norm,
+                         float eps, QuantizedRows out) {
     extern __shared__ float squares[];  // by superblock
     launch_dependents();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;

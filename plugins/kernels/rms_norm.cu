@@ -5,8 +5,9 @@
 namespace nextn {
 namespace {
 
-__global__ void __launch_bounds__(1024) rms_norm_kernel(const float* x, int64_t ldx, int k, const float* __restrict__ weight,
-                                                        float eps, float* y, int64_t ldy) {
+__global__ void __launch_bounds__(1024)
+    rms_norm_kernel(const float* x, int64_t ldx, int k, const float* __restrict__ weight, float eps, float* y,
+                    int64_t ldy) {
     launch_dependents();
     wait_for_predecessor();
     __shared__ float warp_sum[32];

@@ -48,14 +48,18 @@ __device__ double fixed_log(double x) {
     const long long bits = __double_as_longlong(x);
     int e = static_cast<int>(bits >> 52) - 1022;
     double m = __longlong_as_double((bits & 0x000fffffffffffffll) | 0x3fe0000000000000ll);
-    if (m < 0.7071067811865476) { m = __dadd_rn(m, m); --e; }
+    if (m < 0.7071067811865476) {
+        m = __dadd_rn(m, m);
+        --e;
+    }
     double s = __ddiv_rn(__dadd_rn(m, -1.0), __dadd_rn(m, 1.0));
     const double z = __dmul_rn(s, s);
     double p = 1.0 / 23.0;
 #pragma unroll
     for (int i = 10; i >= 1; --i) p = __dadd_rn(__dmul_rn(p, z), 1.0 / (2 * i + 1));
     s = __dadd_rn(s, s);
-    return __dadd_rn(__dmul_rn(static_cast<double>(e), 0.6931471805599453), __dadd_rn(s, __dmul_rn(s, __dmul_rn(z, p))));
+    return __dadd_rn(__dmul_rn(static_cast<double>(e), 0.6931471805599453),
+                     __dadd_rn(s, __dmul_rn(s, __dmul_rn(z, p))));
 }
 
 __device__ double gumbel(uint32_t word) {
@@ -84,7 +88,10 @@ __global__ void __launch_bounds__(kTHREADS) largest_logit_kernel(const float* lo
     for (int v = blockIdx.x * kTHREADS + threadIdx.x; v < n; v += kBLOCKS * kTHREADS) {
         const float x = __ldcg(row + v);
         bad |= !(x < INFINITY);
-        if (x > top) { top = x; id = v; }
+        if (x > top) {
+            top = x;
+            id = v;
+        }
     }
     const Best best = block_best({top, id, bad});
     if (threadIdx.x == 0) out[blockIdx.y * kBLOCKS + blockIdx.x] = best;
@@ -92,9 +99,9 @@ __global__ void __launch_bounds__(kTHREADS) largest_logit_kernel(const float* lo
 
 // A token can win only if g >= (peak + t*GUMBEL_MIN - logit) / t = needed.  As -log(u) >= 1 - u, that takes
 // 1 - u <= exp(-needed), which the word shows before any logarithm (with a margin for float32).
-__global__ void __launch_bounds__(kTHREADS) largest_key_kernel(const float* logits, int64_t ld, int n,
-                                                               const NextnSampling* sampling, const int32_t* position,
-                                                               int offset, const Best* largest, Best* out) {
+__global__ void __launch_bounds__(kTHREADS)
+    largest_key_kernel(const float* logits, int64_t ld, int n, const NextnSampling* sampling, const int32_t* position,
+                       int offset, const Best* largest, Best* out) {
     launch_dependents();
     wait_for_predecessor();
     const double t = __ldcg(&sampling->temperature), least = __ldcg(&sampling->least_below);
@@ -102,7 +109,8 @@ __global__ void __launch_bounds__(kTHREADS) largest_key_kernel(const float* logi
     Best best = {-INFINITY, -1, peak.bad};
     if (t > 0.0 && !peak.bad) {
         const float* row = logits + blockIdx.y * ld;
-        const auto place = static_cast<unsigned long long>(static_cast<long long>(__ldcg(position)) + offset + blockIdx.y);
+        const auto place =
+            static_cast<unsigned long long>(static_cast<long long>(__ldcg(position)) + offset + blockIdx.y);
         const auto seed = __ldcg(reinterpret_cast<const unsigned long long*>(&sampling->seed));
         const uint2 key = make_uint2(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
         for (int b = blockIdx.x * kTHREADS + threadIdx.x; 4 * b < n; b += kBLOCKS * kTHREADS) {
@@ -114,14 +122,16 @@ __global__ void __launch_bounds__(kTHREADS) largest_key_kernel(const float* logi
                 any |= x[i] > -INFINITY && __dadd_rn(x[i], -peak.key) >= least;
             }
             if (!any) continue;
-            const uint4 words = philox(make_uint4(b, static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32), 0), key);
+            const uint4 words =
+                philox(make_uint4(b, static_cast<uint32_t>(place), static_cast<uint32_t>(place >> 32), 0), key);
             const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const double below = __dadd_rn(x[i], -peak.key);
                 if (!(x[i] > -INFINITY) || below < least) continue;
                 const auto needed = static_cast<float>(kGUMBEL_MIN - below / t);
-                if (needed > 0.0f && 4294967296.0f - static_cast<float>(word[i]) > 4294967296.0f * expf(-needed) * 1.001f + 512.0f)
+                if (needed > 0.0f &&
+                    4294967296.0f - static_cast<float>(word[i]) > 4294967296.0f * expf(-needed) * 1.001f + 512.0f)
                     continue;
                 best = better(best, {__dadd_rn(x[i], __dmul_rn(t, gumbel(word[i]))), 4 * b + i, 0});
             }
@@ -131,8 +141,8 @@ __global__ void __launch_bounds__(kTHREADS) largest_key_kernel(const float* logi
     if (threadIdx.x == 0) out[blockIdx.y * kBLOCKS + blockIdx.x] = best;
 }
 
-__global__ void __launch_bounds__(kTHREADS) winner_kernel(const NextnSampling* sampling, const Best* largest,
-                                                          const Best* keys, int32_t* tokens) {
+__global__ void __launch_bounds__(kTHREADS)
+    winner_kernel(const NextnSampling* sampling, const Best* largest, const Best* keys, int32_t* tokens) {
     launch_dependents();
     wait_for_predecessor();
     const Best best = row_best((__ldcg(&sampling->temperature) > 0.0 ? keys : largest) + blockIdx.x * kBLOCKS);
@@ -144,9 +154,10 @@ __global__ void __launch_bounds__(kTHREADS) winner_kernel(const NextnSampling* s
 
 NEXTN_API size_t nextn_select_workspace(int32_t rows) { return 2 * sizeof(nextn::Best) * rows * nextn::kBLOCKS; }
 
-NEXTN_API cudaError_t nextn_select(const float* logits, int64_t ld, int32_t rows, int32_t n, const NextnSampling* sampling,
-                                   const int32_t* position, int32_t offset, int32_t* tokens, void* workspace, size_t workspace_bytes,
-                                   int32_t flags, cudaStream_t stream) {
+NEXTN_API cudaError_t nextn_select(const float* logits, int64_t ld, int32_t rows, int32_t n,
+                                   const NextnSampling* sampling, const int32_t* position, int32_t offset,
+                                   int32_t* tokens, void* workspace, size_t workspace_bytes, int32_t flags,
+                                   cudaStream_t stream) {
     using namespace nextn;
     if (rows < 1 || n < 1 || n > 1 << 30 || ld < n || !workspace || workspace_bytes < nextn_select_workspace(rows))
         return cudaErrorInvalidValue;
@@ -157,7 +168,8 @@ NEXTN_API cudaError_t nextn_select(const float* logits, int64_t ld, int32_t rows
     l.block = dim3(kTHREADS);
     l.pdl = flags & NEXTN_PDL;
     cudaError_t e = launch(l, stream, largest_logit_kernel, logits, ld, n, largest);
-    if (e == cudaSuccess) e = launch(l, stream, largest_key_kernel, logits, ld, n, sampling, position, offset, largest, keys);
+    if (e == cudaSuccess)
+        e = launch(l, stream, largest_key_kernel, logits, ld, n, sampling, position, offset, largest, keys);
     l.grid = dim3(rows);
     if (e == cudaSuccess) e = launch(l, stream, winner_kernel, sampling, largest, keys, tokens);
     return e;

@@ -15,7 +15,9 @@ __device__ __forceinline__ int round_to_int(float x) { return __float_as_int(__f
 
 // Scale and its inverse for a superblock whose largest |x| has these bits.  Below 1e-30 all counts as zero (the inverse
 // would overflow); NaN and infinity give a NaN scale, so that they reach the output.
-struct QuantScale { float scale, inverse; };
+struct QuantScale {
+    float scale, inverse;
+};
 __device__ __forceinline__ QuantScale quant_scale(uint32_t max_bits) {
     const float amax = __uint_as_float(max_bits);
     return {max_bits >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : __fdiv_rn(amax, kQUANT_RANGE),
@@ -23,7 +25,10 @@ __device__ __forceinline__ QuantScale quant_scale(uint32_t max_bits) {
 }
 
 // Four values as hi bytes and lo bytes, and their sum.
-struct QuantWord { uint32_t hi, lo; int sum; };
+struct QuantWord {
+    uint32_t hi, lo;
+    int sum;
+};
 __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
     const int a[4] = {round_to_int(__fmul_rn(v.x, inverse)), round_to_int(__fmul_rn(v.y, inverse)),
                       round_to_int(__fmul_rn(v.z, inverse)), round_to_int(__fmul_rn(v.w, inverse))};
@@ -38,10 +43,12 @@ __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
             a[0] + a[1] + a[2] + a[3]};
 }
 
-// Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 508, digit = first + 6 *
-// rest with both in int8.  The operand's k slots hold `first` (sub-blocks 0..7, against m) and three times `rest`
+// Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 508, digit = first +
+// 6 * rest with both in int8.  The operand's k slots hold `first` (sub-blocks 0..7, against m) and three times `rest`
 // (against 2m), so one m16n8k32 sums all mins exactly.
-struct MinDigit { int first, rest; };
+struct MinDigit {
+    int first, rest;
+};
 __device__ __forceinline__ MinDigit min_digit(int sum, bool low) {
     const int l = ((sum + 512) & 1023) - 512, v = low ? l : (sum - l) >> 10, rest = (v * 37 + 128) >> 8;
     return {v - 6 * rest, rest};
@@ -49,7 +56,9 @@ __device__ __forceinline__ MinDigit min_digit(int sum, bool low) {
 
 // Sums over 16 values against the scales of Q6_K: 16384*d2 + 128*d1 + d0, digits within +-64.  The first operand has d2
 // in column hi and d1 in lo, the second 0 and d0.
-struct OffsetDigits { int first, second; };
+struct OffsetDigits {
+    int first, second;
+};
 __device__ __forceinline__ OffsetDigits offset_digits(int sum, bool low) {
     const int d0 = ((sum + 64) & 127) - 64, rest = (sum - d0) >> 7, d1 = ((rest + 64) & 127) - 64;
     return {low ? d1 : (rest - d1) >> 7, low ? d0 : 0};
@@ -63,8 +72,12 @@ __device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
 // 16+4q.. of 32-value step s; the sum runs over each place in order, then pairs of places at distance 4, 8, 1, 2, 16.
 __device__ __forceinline__ float squares_of(const float4& a, const float4& b) {
     float v = __fmul_rn(a.x, a.x);
-    v = __fmaf_rn(a.y, a.y, v); v = __fmaf_rn(a.z, a.z, v); v = __fmaf_rn(a.w, a.w, v);
-    v = __fmaf_rn(b.x, b.x, v); v = __fmaf_rn(b.y, b.y, v); v = __fmaf_rn(b.z, b.z, v);
+    v = __fmaf_rn(a.y, a.y, v);
+    v = __fmaf_rn(a.z, a.z, v);
+    v = __fmaf_rn(a.w, a.w, v);
+    v = __fmaf_rn(b.x, b.x, v);
+    v = __fmaf_rn(b.y, b.y, v);
+    v = __fmaf_rn(b.z, b.z, v);
     return __fmaf_rn(b.w, b.w, v);
 }
 __device__ __forceinline__ float rms_factor(float squares, int k, float eps) {
@@ -75,7 +88,7 @@ template <int TYPE, int NT>
 struct TokenOperand {
     uint32_t frag[NT][16];  // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
     uint2 sums[NT];
-    float scale[NT];        // of token lane%4
+    float scale[NT];  // of token lane%4
 
     __device__ __forceinline__ void load(const QuantizedRows& x, int superblock, int lane) {
         const uint8_t* sum = TYPE == kNEXTN_Q6_K ? x.sum16 : x.sum32;
@@ -85,7 +98,10 @@ struct TokenOperand {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint4 v = __ldcg(reinterpret_cast<const uint4*>(x.frag + slot * 2048) + 32 * i + lane);
-                frag[n][4 * i] = v.x; frag[n][4 * i + 1] = v.y; frag[n][4 * i + 2] = v.z; frag[n][4 * i + 3] = v.w;
+                frag[n][4 * i] = v.x;
+                frag[n][4 * i + 1] = v.y;
+                frag[n][4 * i + 2] = v.z;
+                frag[n][4 * i + 3] = v.w;
             }
             sums[n] = __ldcg(reinterpret_cast<const uint2*>(sum + slot * 256) + lane);
             scale[n] = __ldcg(x.scale + slot * kGroupTokens + (lane & 3));
