@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import onnx
 from onnx import TensorProto
@@ -16,6 +16,7 @@ from export.rtx16_dialect import to_rtx16
 from export.weight_inputs import weights_as_inputs
 from plugins import ops
 from plugins.load import TensorRT
+from plugins.log import Messages, logger, messages
 
 _DTYPES: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.INT32: "int32"}
 Progress = Callable[[str, float], None]
@@ -65,39 +66,54 @@ def build_engine(
     """Build ``model`` (sizes fixed) into ``engine_path``; its size in bytes and content hash.
 
     model_path: beside it lies the external data. progress is told the phase and how much of it is done. layers: takes
-    the engine's layer listing, a line each. The plugins must be loaded. Raises EngineError, ResourceError (disk,
-    memory)."""
+    the engine's layer listing, a line each. The plugins must be loaded. Raises EngineError, ResourceError (disk), and
+    what ``progress`` raises."""
     if not embed_weights:
         model = weights_as_inputs(model)
     if not trt.imports_by_name:
         model = to_rtx16(model)
-    logger = _logger(trt.module)
-    builder = trt.module.Builder(logger)
+    with messages() as log:
+        return _build(trt, model, model_path, profiles, engine_path, progress, log, layers)
+
+
+def _build(
+    trt: TensorRT,
+    model: onnx.ModelProto,
+    model_path: Path,
+    profiles: Sequence[Profile],
+    engine_path: Path,
+    progress: Progress,
+    log: Messages,
+    layers: list[str] | None,
+) -> tuple[int, str]:
+    builder = trt.module.Builder(logger())
     network = builder.create_network(1 << int(trt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.module.OnnxParser(network, logger)
+    parser = trt.module.OnnxParser(network, logger())
     if not parser.parse(model.SerializeToString(), str(model_path)):
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-        raise EngineError(f"{model_path}: {trt.name} {trt.version} cannot import it: {errors or logger.first_error()}")
-    config = _config(trt.module, builder, network, profiles, progress)
-    writer = _Writer(engine_path)
-    with writer:
-        done = builder.build_serialized_network_to_stream(network, config, writer.stream(trt.module))
-    if writer.error is not None:
-        raise ResourceError(f"{engine_path}: cannot be written ({writer.error.strerror}); free space") from writer.error
+        raise EngineError(f"{model_path}: {trt.name} {trt.version} cannot import it: {errors or log.first_error}")
+    guard = _Guard()
+    config = _config(trt.module, builder, network, profiles)
+    monitor = _monitor(trt.module, progress, guard)
+    config.progress_monitor = monitor
+    with open(engine_path, "wb") as file:
+        output = _Output(file)
+        stream = _stream(trt.module, output, guard)
+        done = builder.build_serialized_network_to_stream(network, config, stream)
+        guard.check(engine_path)
     if not done:
-        raise EngineError(f"{model_path}: {trt.name} {trt.version} builds no engine: {logger.first_error()}")
+        raise EngineError(f"{model_path}: {trt.name} {trt.version} builds no engine: {log.first_error}")
     if layers is not None:
-        layers.extend(logger.layers())
-    return writer.nbytes, writer.digest.hexdigest()
+        layers.extend(log.layers)
+    return output.nbytes, output.digest.hexdigest()
 
 
-def _config(module: Any, builder: Any, network: Any, profiles: Sequence[Profile], progress: Progress) -> Any:
+def _config(module: Any, builder: Any, network: Any, profiles: Sequence[Profile]) -> Any:
     config = builder.create_builder_config()
     config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.max_aux_streams = 0  # one stream: a pass is captured as a CUDA graph, and its kernels overlap by themselves
     if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # no allocation while a pass is being captured
         config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    config.progress_monitor = _monitor(module, progress)
     for limits in profiles:
         profile = builder.create_optimization_profile()
         for index in range(network.num_inputs):
@@ -111,71 +127,53 @@ def _config(module: Any, builder: Any, network: Any, profiles: Sequence[Profile]
     return config
 
 
-class _Writer:
-    """The engine's file. An error while writing is kept: it must not cross TensorRT's frames."""
+class _Guard:
+    """Runs Python code called by TensorRT. An exception must not cross its frames (that ends the process): the first is
+    kept, the build is told to stop, and `check` raises it afterwards."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.nbytes = path, 0
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Whether it went well, now and before."""
+        try:
+            call()
+        except BaseException as error:  # KeyboardInterrupt too
+            self._error = self._error or error
+        return self._error is None
+
+    def check(self, path: Path) -> None:
+        if isinstance(self._error, OSError):
+            raise ResourceError(f"{path}: cannot be written ({self._error.strerror}); free space") from self._error
+        if self._error is not None:
+            raise self._error
+
+
+class _Output:
+    """The engine's file while it is being written; its size and hash."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.nbytes = file, 0
         self.digest = hashlib.blake2b(digest_size=20)
-        self.error: OSError | None = None
 
-    def __enter__(self) -> None:
-        self._file = open(self.path, "wb")
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            self.error = self.error or error
-
-    def write(self, data: bytes) -> int:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = error
-            return 0
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
         self.digest.update(data)
         self.nbytes += len(data)
-        return len(data)
-
-    def stream(self, module: Any) -> Any:
-        writer = self
-
-        class Stream(module.IStreamWriter):
-            def __init__(self) -> None:
-                module.IStreamWriter.__init__(self)
-
-            def write(self, data: bytes) -> int:
-                return writer.write(data)
-
-        return Stream()
 
 
-def _logger(module: Any) -> Any:
-    class Logger(module.ILogger):
-        """Keeps errors, and the layer listing, which comes as one message of level verbose."""
-
+def _stream(module: Any, output: _Output, guard: _Guard) -> Any:
+    class Stream(module.IStreamWriter):
         def __init__(self) -> None:
-            module.ILogger.__init__(self)
-            self._errors: list[str] = []
-            self._listing = ""
+            module.IStreamWriter.__init__(self)
 
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= module.ILogger.Severity.ERROR:
-                self._errors.append(message)
-            elif message.startswith("Engine Layer Information"):
-                self._listing = message
+        def write(self, data: bytes) -> int:
+            return len(data) if guard.run(lambda: output.write(data)) else 0
 
-        def first_error(self) -> str:
-            return self._errors[0] if self._errors else "no reason given"
-
-        def layers(self) -> list[str]:
-            return [line for line in self._listing.splitlines() if line.startswith("Layer(")]
-
-    return Logger()
+    return Stream()
 
 
-def _monitor(module: Any, progress: Progress) -> Any:
+def _monitor(module: Any, progress: Progress, guard: _Guard) -> Any:
     class Monitor(module.IProgressMonitor):
         def __init__(self) -> None:
             module.IProgressMonitor.__init__(self)
@@ -183,13 +181,12 @@ def _monitor(module: Any, progress: Progress) -> Any:
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
             self._steps[name] = max(1, steps)
-            progress(name, 0.0)
+            guard.run(lambda: progress(name, 0.0))
 
         def step_complete(self, name: str, step: int) -> bool:
-            progress(name, min(1.0, (step + 1) / self._steps[name]))
-            return True
+            return guard.run(lambda: progress(name, min(1.0, (step + 1) / self._steps[name])))
 
         def phase_finish(self, name: str) -> None:
-            progress(name, 1.0)
+            guard.run(lambda: progress(name, 1.0))
 
     return Monitor()

@@ -1,8 +1,8 @@
 """Canonical graph -> TensorRT form: every function node of domain ``nextn`` becomes a plugin node of `plugins.ops`.
 
 A plugin node stands for a known subgraph: its metadata property ``stands_for`` lists the canonical nodes. What is left
-are standard operators that move or combine single values (Gather, Concat, Add, ...). State is input and aliased output of one
-plugin each; positions become one device integer, the position of the first token.
+are standard operators that move or combine single values (Gather, Concat, Add, ...). State is input and aliased output
+of one plugin each; positions become one device integer, the position of the first token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import TensorProto
 from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from export.config import ModelConfig
 from export.graph import FUNCTION_DOMAIN, IR_VERSION, OPSET, Graph, Weight
@@ -45,6 +46,7 @@ def lower(graph: Graph, config: ModelConfig, store: RawWeightStore) -> onnx.Mode
     or ``blk.N.cache`` f16 [2, L, KV, D]; draft: hidden f32 [T, hidden]. Outputs: logits [R, V], hidden.out, and the
     state under its name + ``.out``. Weights are int8 initialisers in external data.
     """
+    G_LOGGER.severity = G_LOGGER.ERROR  # its warnings are about what it leaves as it is, bfloat16 for one
     model = graph.model()
     del model.functions[:]
     lowering = _Lowering(gs.import_onnx(model), config, store)

@@ -79,7 +79,9 @@ public:
         p.workspace = workspace;
         p.workspace_bytes = nextn_attention_workspace(p.t, mHeads, mDim);
         p.flags = kLAUNCH_FLAGS;
-        return in[kIN_CACHE] == out[kOUT_CACHE] ? nextn_attention(&p, stream) : cudaErrorInvalidValue;
+        size_t const bytes = sizeof(uint16_t) * 2 * p.capacity * mKvHeads * mDim;
+        cudaError_t const status = bringState(in[kIN_CACHE], out[kOUT_CACHE], bytes, stream);
+        return status == cudaSuccess ? nextn_attention(&p, stream) : status;
     }
 
 private:

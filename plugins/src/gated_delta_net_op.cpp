@@ -79,8 +79,9 @@ public:
         p.workspace = workspace;
         p.workspace_bytes = nextn_gated_delta_net_workspace(p.t, mKHeads, mVHeads, mDim);
         p.flags = kLAUNCH_FLAGS;
-        // The pool is one memory under two names; two addresses would leave the old state behind.
-        return in[kIN_POOL] == out[kOUT_POOL] ? nextn_gated_delta_net(&p, stream) : cudaErrorInvalidValue;
+        size_t const bytes = sizeof(float) * desc[kIN_POOL].dims.d[0];
+        cudaError_t const status = bringState(in[kIN_POOL], out[kOUT_POOL], bytes, stream);
+        return status == cudaSuccess ? nextn_gated_delta_net(&p, stream) : status;
     }
 
 private:

@@ -34,6 +34,11 @@ std::string shapeMismatch(char const* input, nvinfer1::Dims const& got, std::vec
     return message + "]";
 }
 
+cudaError_t bringState(void const* input, void* output, size_t bytes, cudaStream_t stream) {
+    if (input == output) return cudaSuccess;
+    return cudaMemcpyAsync(output, input, bytes, cudaMemcpyDeviceToDevice, stream);
+}
+
 DimsExprs exprs(std::vector<nvinfer1::IDimensionExpr const*> const& dims) {
     DimsExprs out = {};
     out.nbDims = static_cast<int32_t>(dims.size());

@@ -64,6 +64,9 @@ BlockSize blockSize(int32_t ggmlType);
 
 // Dimensions must be `wanted`, where -1 on either side fits anything. "" or a message naming the input.
 std::string shapeMismatch(char const* input, nvinfer1::Dims const& got, std::vector<int64_t> const& wanted);
+// Kernels update state in place, in the output. Where a caller bound two addresses, as general tools do, the old state is
+// copied over first; a runtime that cares for speed binds one.
+cudaError_t bringState(void const* input, void* output, size_t bytes, cudaStream_t stream);
 DimsExprs exprs(std::vector<nvinfer1::IDimensionExpr const*> const& dims);
 
 }  // namespace nextn

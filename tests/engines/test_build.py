@@ -127,17 +127,28 @@ def test_rebuilt_only_when_something_changed(folder: Path) -> None:
 def test_a_failed_build_keeps_the_old_engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, _ = build_engines(folder, OPTIONS)
 
-    def disk_is_full(self: network._Writer, data: bytes) -> int:
-        self.error = OSError(28, "No space left on device")
-        return 0
+    def disk_is_full(self: network._Output, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(network._Writer, "write", disk_is_full)
+    monkeypatch.setattr(network._Output, "write", disk_is_full)
     with pytest.raises(ResourceError, match="No space left"):
         build_engines(folder, replace(OPTIONS, context=256))
     assert load_engine_manifest(folder) == before
     for role in before.engines:
         assert before.file(folder, role).is_file()
     assert not [path for path in folder.iterdir() if path.name.endswith(".part")]
+
+
+@pytest.mark.trt
+def test_interrupted(folder: Path) -> None:
+    """Ctrl-C inside a callback of TensorRT comes out as what it is, and leaves nothing."""
+
+    def interrupt(phase: str, fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engines(folder, OPTIONS, progress=interrupt)
+    assert not [path for path in folder.iterdir() if path.name.endswith((".part", ".engine"))]
 
 
 @pytest.mark.trt

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from export.rtx16_dialect import to_rtx16
 from plugins import ops
 from plugins.load import load_plugins, prepare_parser, tensorrt
+from plugins.log import logger
 
 TYPES = {
     "float32": TensorProto.FLOAT,
@@ -82,10 +83,9 @@ class Network:
         prepare_parser()
         self.module = trt.module
         model = model if trt.imports_by_name else to_rtx16(model)
-        self._logger = self.module.Logger(self.module.Logger.INTERNAL_ERROR)
-        self._builder = self.module.Builder(self._logger)
+        self._builder = self.module.Builder(logger())
         self.network = self._builder.create_network()
-        self._parser = self.module.OnnxParser(self.network, self._logger)
+        self._parser = self.module.OnnxParser(self.network, logger())
         self.imported = self._parser.parse(model.SerializeToString())
 
     def build(self, max_tokens: int = 8) -> bool:

@@ -1,0 +1,60 @@
+"""TensorRT's log. One logger for the life of the process: TensorRT keeps a pointer to the first it is given, and logs
+there even for builders that were made with another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from plugins.load import tensorrt
+
+_LISTING = "Engine Layer Information"
+
+
+class Messages:
+    """What was logged meanwhile: errors, and the lines of the layer listing (one message of level verbose)."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.layers: list[str] = []
+
+    @property
+    def first_error(self) -> str:
+        """The first error; the ones after it are mostly consequences."""
+        return self.errors[0] if self.errors else "no reason given"
+
+
+_listeners: list[Messages] = []
+
+
+@contextmanager
+def messages() -> Iterator[Messages]:
+    """Collect what TensorRT logs inside the block."""
+    collected = Messages()
+    _listeners.append(collected)
+    try:
+        yield collected
+    finally:
+        _listeners.remove(collected)
+
+
+@cache
+def logger() -> Any:
+    """The logger to give to every Builder, OnnxParser and Runtime."""
+    base = tensorrt().module.ILogger
+
+    class Logger(base):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            base.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= base.Severity.ERROR:
+                for listener in _listeners:
+                    listener.errors.append(message)
+            elif message.startswith(_LISTING):
+                for listener in _listeners:
+                    listener.layers += [line for line in message.splitlines() if line.startswith("Layer(")]
+
+    return Logger()
