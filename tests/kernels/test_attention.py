@@ -40,9 +40,9 @@ class Layer:
         self.norms = [rng.uniform(0.5, 1.5, shape.dim).astype(np.float32) for _ in range(2)]
         self.inv_freq = 1e4 ** (-2 * np.arange(shape.rope // 2) / shape.rope)
         self.factor = factor
-        wide = [x.astype(np.float64) for x in self.norms]
-        self.oracle = oracle.Layer(shape.heads, shape.kv_heads, *wide, EPS, self.inv_freq, factor)
-        self.constants = [lib.put(x) for x in (*self.norms, self.inv_freq)]
+        q_norm, k_norm = (x.astype(np.float64) for x in self.norms)
+        self.oracle = oracle.Layer(shape.heads, shape.kv_heads, q_norm, k_norm, EPS, self.inv_freq, factor)
+        self.constants = [*(lib.put(x) for x in self.norms), lib.put(self.inv_freq)]
         self.caches = [lib.DeviceArray((capacity, shape.kv_heads, shape.dim), np.float16) for _ in range(2)]
 
     def fill(self, rng: np.random.Generator, rows: int) -> None:
@@ -86,10 +86,10 @@ class Layer:
 
     def reference(self, inputs: list[F32], position: int) -> tuple[NDArray[np.float64], ...]:
         s, t = self.shape, len(inputs[0])
-        before = [x[:position].astype(np.float64) for x in self.cached()]
-        query, key, value = (x.astype(np.float64) for x in inputs)
-        heads = query.reshape(t, s.heads, 2, s.dim), *(x.reshape(t, s.kv_heads, s.dim) for x in (key, value))
-        return oracle.run(self.oracle, *heads, position, *before)
+        keys, values = (x[:position].astype(np.float64) for x in self.cached())
+        query = inputs[0].astype(np.float64).reshape(t, s.heads, 2, s.dim)
+        key, value = (x.astype(np.float64).reshape(t, s.kv_heads, s.dim) for x in inputs[1:])
+        return oracle.run(self.oracle, query, key, value, position, keys, values)
 
 
 def relative(got: NDArray[np.floating], want: NDArray[np.float64]) -> float:

@@ -48,8 +48,8 @@ class Net:
         self.constants = [lib.put(x) for x in (self.conv, self.a, self.dt_bias, self.norm)]
         self.conv_pool = lib.DeviceArray((s.slots, s.kernel - 1, s.channels), np.float32)
         self.state_pool = lib.DeviceArray((s.slots, s.v_heads, s.dim, s.dim), np.float32)
-        wide = [x.astype(np.float64) for x in (self.conv, self.a, self.dt_bias, self.norm)]
-        self.layer = oracle.Layer(s.k_heads, s.v_heads, *wide, EPS)
+        conv, a, dt_bias, norm = (x.astype(np.float64) for x in (self.conv, self.a, self.dt_bias, self.norm))
+        self.layer = oracle.Layer(s.k_heads, s.v_heads, conv, a, dt_bias, norm, EPS)
 
     def inputs(self, rng: np.random.Generator, t: int) -> list[F32]:
         """qkv, z, alpha, beta"""
@@ -83,8 +83,9 @@ class Net:
 
     def reference(self, inputs: list[F32]) -> oracle.Steps:
         s = self.shape
-        zeros = np.zeros((s.kernel - 1, s.channels)), np.zeros((s.v_heads, s.dim, s.dim))
-        return oracle.run(self.layer, *(x.astype(np.float64) for x in inputs), *zeros)
+        window, state = np.zeros((s.kernel - 1, s.channels)), np.zeros((s.v_heads, s.dim, s.dim))
+        qkv, z, alpha, beta = (x.astype(np.float64) for x in inputs)
+        return oracle.run(self.layer, qkv, z, alpha, beta, window, state)
 
 
 def relative(got: F32, want: NDArray[np.float64]) -> float:
@@ -123,7 +124,7 @@ def test_any_cut_into_calls_gives_the_same_bits(rng: np.random.Generator, shape:
     last_window, last_state = (pool[0].copy() for pool in net.pools())
     at, slot, parts = 0, -1, []
     while at < 33:
-        t = int(min(rng.integers(1, shape.slots + 3), 33 - at))
+        t = min(int(rng.integers(1, shape.slots + 3)), 33 - at)
         parts.append(net.run([x[at : at + t] for x in inputs], slot))
         at, slot = at + t, t - 1 if t <= shape.slots else 0
     window, state = (pool[slot] for pool in net.pools())
