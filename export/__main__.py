@@ -13,19 +13,25 @@ from export.config import load_config
 from export.exporter import TARGETS, count_weights, export_model
 from export.gguf_file import GGUFFile
 
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m export", description="Export a qwen35 GGUF to ONNX.")
     parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model; of a split model the first part")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0], help="form of the graphs")
+    parser.add_argument(
+        "--target", choices=TARGETS, default=TARGETS[0], help="form of the graphs (default: %(default)s)"
+    )
     parser.add_argument("--no-draft", action="store_true", help="leave the NextN draft head out")
     options = parser.parse_args(arguments)
     try:
         file = GGUFFile.open(options.model)
         total = count_weights(file, load_config(file, draft=not options.no_draft))
-        with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False) as bar:
+        with tqdm(
+            total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None
+        ) as bar:
             manifest = export_model(
                 options.model,
                 options.output,
@@ -36,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     except NextnError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     for note in manifest.notes:
         print(f"note: {note}", file=sys.stderr)
     size = sum(nbytes for _, nbytes in manifest.files.values())
