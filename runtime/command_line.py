@@ -38,7 +38,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-c", "--ctx-size", type=int, default=0, metavar="N", help="most tokens of prompt and text; 0: the model's"
     )
-    group.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="0: one per core")
+    group.add_argument(
+        "-t",
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="CPU threads; 0: one per core, one alone for small models",
+    )
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="what computes (auto: what MODEL is for)")
     group.add_argument(
         "--cache-dir",
