@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--require-gpu") and not _num_gpus():
         raise pytest.UsageError("--require-gpu: no NVIDIA GPU found (no driver, or no device visible)")
     if config.getoption("--require-peer") and not _installed("llama_cpp_py_sync"):
-        raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[peer]'")
+        raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[test]' (Linux on x86-64)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = {
         "gpu": None if _num_gpus() else "needs an NVIDIA GPU",
         "trt": None if _installed("tensorrt", "tensorrt_rtx") else "needs a TensorRT package",
-        "peer": None if _installed("llama_cpp_py_sync") else "needs the test extra 'peer' (llama.cpp)",
+        "peer": None if _installed("llama_cpp_py_sync") else "needs llama.cpp, of the extra 'test' on Linux x86-64",
     }
     for item in items:
         for marker, reason in lacking.items():
