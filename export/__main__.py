@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engines.errors import NextnError
+from engines.errors import NextnError, ResourceError
 from export.config import load_config
 from export.exporter import TARGETS, count_weights, export_model
 from export.gguf_file import GGUFFile
@@ -40,8 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
                 progress=bar.update,
             )
     except NextnError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
         return error.exit_code
+    except MemoryError:
+        print("error: out of memory", file=sys.stderr)
+        return ResourceError.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     for note in manifest.notes:

@@ -44,7 +44,7 @@ def export_model(
     """
     file = GGUFFile.open(model)
     config = load_config(file, draft=draft)
-    _check_folder(folder)
+    folder = _checked(folder)
     if target == "tensorrt":
         check_plugins_take(config, file.path)
     else:
@@ -149,12 +149,21 @@ def _stored_bytes(tensor: GGUFTensor) -> int:
     return values // form.block_size * per_block + 3 * ALIGNMENT
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse to replace anything but an export or an empty folder."""
+def _checked(folder: Path) -> Path:
+    """``folder`` without links and dots, since its name will be given to another one; refuses to replace anything but
+    an export or an empty folder."""
+    try:
+        os.fspath(folder).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{os.fspath(folder)!a}: the name of the folder is not UTF-8; choose another -o") from None
+    given, folder = folder, folder.resolve()
+    if folder in (Path.cwd(), *Path.cwd().parents):
+        raise UsageError(f"{given}: is the current folder or holds it, and cannot be replaced; choose another -o")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file; -o wants a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_NAME).is_file():
         raise UsageError(f"{folder}: holds files that are no export ({MANIFEST_NAME} is missing); choose another -o")
+    return folder
 
 
 def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig) -> None:

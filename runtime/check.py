@@ -24,6 +24,8 @@ from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
 EXIT_FAILED = 1
 # A head of the model's own accepts far more; below it something is wrong even where no floor was asked for.
 _SUSPICIOUS_ACCEPTANCE = 0.1
+# The first token comes from the prompt, and a round keeps room for the trunk's own.
+_MIN_TOKENS = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         prompts = sampled_prompts(session, options.n_prompts, options.prompt_length, options.seed)
     else:
         prompts = _read_prompts(options.prompts, session)
+    _check_room(prompts, session.context_size)
     report = Report.of([compare(session, prompt, params, options.predict) for prompt in prompts])
     failures = report.failures(options.min_acceptance)
     if options.json:
@@ -90,12 +93,24 @@ def _check_numbers(options: argparse.Namespace) -> None:
     ):
         if value < 1:
             raise UsageError(f"{flag} {value}: wanted 1 or more")
-    if options.predict < 2:
-        raise UsageError(f"--predict {options.predict}: wanted 2 or more; the first token is never drafted")
+    if options.predict < _MIN_TOKENS:
+        raise UsageError(
+            f"--predict {options.predict}: wanted {_MIN_TOKENS} or more; the first and the last token are never drafted"
+        )
     if options.seed < 0:
         raise UsageError(f"--seed {options.seed}: wanted 0 or more, so that the check can be repeated")
     if not 0.0 <= options.min_acceptance <= 1.0:
         raise UsageError(f"--min-acceptance {options.min_acceptance}: wanted a rate from 0 to 1")
+
+
+def _check_room(prompts: list[list[int]], context_size: int) -> None:
+    """Texts that the context cuts before anything is drafted would compare nothing."""
+    longest = max(map(len, prompts))
+    if longest + _MIN_TOKENS > context_size:
+        raise UsageError(
+            f"a prompt of {longest} tokens leaves too little of a context of {context_size}; "
+            f"wanted room for {_MIN_TOKENS} more: shorten it or raise --ctx-size"
+        )
 
 
 def _read_prompts(path: Path, session: Session) -> list[list[int]]:

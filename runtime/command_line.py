@@ -114,6 +114,7 @@ def interrupt_flag() -> Iterator[Callable[[], bool]]:
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command line and leave with its exit code; what it raises becomes one line on stderr."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # text is UTF-8 whatever the locale says
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
@@ -126,11 +127,25 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = _report(ResourceError(f"out of memory ({error})" if str(error) else "out of memory"))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads stdout any more; keep the interpreter from flushing into the closed pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # nobody reads stdout any more
+        _discard_stdout()
         code = EXIT_PIPE_CLOSED
+    except OSError as error:  # a full disk under stdout; reading and loading report their own
+        _discard_stdout()
+        code = _report(ResourceError(f"the output cannot be written ({error.strerror or error})"))
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the caller closed is None in Python, and print(file=None) writes to stdout."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
+
+
+def _discard_stdout() -> None:
+    """Keep the interpreter from flushing what is left into a stdout that takes nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: NextnError) -> int:

@@ -87,6 +87,7 @@ class OnnxTrunkEngine:
     def prefill(self, tokens: Sequence[int]) -> Pass:
         count = len(tokens)
         assert 1 <= count <= self.prefill_chunk and not self._pending, (count, self._pending)
+        self._reserve(count)
         binding, arrays = self._bind(count, rows=1, keep_updates=False)
         result = self._run(binding, arrays, tokens, np.array([count - 1]))
         self._keep_convs(count)
@@ -97,8 +98,7 @@ class OnnxTrunkEngine:
     def verify(self, tokens: Sequence[int]) -> Pass:
         count = len(tokens)
         assert 1 <= count <= self.max_rows and not self._pending, (count, self._pending)
-        if self._cache.reserve(self._position + count):
-            self._bindings.clear()
+        self._reserve(count)
         key = (count, self._current)
         if key not in self._bindings:
             self._bindings[key] = self._bind(count, rows=count, keep_updates=True)
@@ -129,13 +129,17 @@ class OnnxTrunkEngine:
             copies[name] = buffer[:, :, : self._position].copy()
         return copies
 
+    def _reserve(self, count: int) -> None:
+        """Make room in the cache for the next ``count`` tokens; bindings to buffers that moved are dropped."""
+        if self._cache.reserve(self._position + count):
+            self._bindings.clear()
+
     def _keep_convs(self, count: int) -> None:
         for conv, rows in zip(self._convs, self._conv_rows, strict=True):
             conv[:] = rows[:, count : count + conv.shape[1]]
 
     def _bind(self, count: int, rows: int, keep_updates: bool) -> tuple[Any, dict[str, np.ndarray]]:
         """A binding for a pass of ``count`` tokens that reads the current recurrent state and writes the other."""
-        self._cache.reserve(self._position + count)
         geometry, binding = self._geometry, self._session.io_binding()
         arrays: dict[str, np.ndarray] = {
             "tokens": np.zeros(count, np.int64),

@@ -28,7 +28,7 @@ def check_version(version: str) -> None:
 def load_session(path: Path, threads: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what goes wrong is raised, and told once
     # The sessions take turns; a pool that spins after its run would steal the cores of the next one.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:

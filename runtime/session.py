@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,9 @@ def open_session(
     """
     spec = spec or SpecOptions()
     spec.validate()
-    if threads < 0:
-        raise UsageError(f"--threads {threads}: wanted 1 or more, or 0 for one per core")
+    cores = os.cpu_count() or 1
+    if not 0 <= threads <= cores:  # more than cores only wait for each other
+        raise UsageError(f"--threads {threads}: wanted 1 to {cores}, the cores of this machine, or 0 for one per core")
     manifest = load_manifest(folder)
     for role in manifest.files:  # better said here than by a library in the middle of loading
         manifest.file(folder, role)

@@ -60,3 +60,26 @@ def test_an_interrupted_export_leaves_nothing(
     assert command.main([str(tiny("draft_perfect")), "-o", str(tmp_path / "out")]) == 130
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
+
+
+def test_folders_that_cannot_be_replaced(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for folder, says in ((".", "current folder"), ("..", "current folder"), ("b\udcff", "not UTF-8")):
+        assert command.main([str(tiny("draft_perfect")), "-o", folder]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True), err
+        assert says in err
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_a_link_to_a_folder(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """What it points to is replaced, the link stays."""
+    assert command.main([str(tiny("draft_perfect")), "-o", str(tmp_path / "real")]) == 0
+    (tmp_path / "link").symlink_to("real")
+    assert command.main([str(tiny("nextn_absent")), "-o", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert not load_manifest(tmp_path / "real").has_draft
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]

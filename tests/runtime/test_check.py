@@ -64,6 +64,8 @@ def test_prompts_from_a_file(check: Callable[..., Outcome], tmp_path: Path) -> N
     report = check(TRAINED_MODEL, "--prompts", tmp_path / "prompts.txt", "-n", 12, "--json").json
     assert len(report["first_differences"]) == 2
     check(TRAINED_MODEL, "--prompts", tmp_path / "none.txt").refused(2, "none.txt")
+    (tmp_path / "longer.txt").write_text("Sort a list\n" + "word " * 300 + "\n", encoding="utf-8")
+    assert check(TRAINED_MODEL, "--prompts", tmp_path / "longer.txt", "-n", 12, "--json").json["spec_agree"] == 1.0
     (tmp_path / "empty.txt").write_text("\n")
     check(TRAINED_MODEL, "--prompts", tmp_path / "empty.txt").refused(2, "empty.txt")
 
@@ -110,7 +112,10 @@ def test_a_broken_head_shows_only_in_the_acceptance(
         (("--prompt-length", 0), "--prompt-length"),
         (("--draft-n", 0), "--draft-n"),
         (("--draft-n", 10**6), "1000000"),
-        (("-n", 1), "--predict"),
+        (("-n", 2), "--predict"),
+        (("-c", 32), "a context of 32"),
+        (("-c", 34, "--n-prompts", 1), "wanted room for 3"),
+        (("-c", 100, "--prompt-length", 4000, "--n-prompts", 1), "a context of 100"),
         (("--seed", -1), "--seed"),
         (("--temp", -1), "temperature"),
         (("--min-acceptance", 1.5), "1.5"),
@@ -118,6 +123,11 @@ def test_a_broken_head_shows_only_in_the_acceptance(
 )
 def test_edges_that_are_refused(check: Callable[..., Outcome], flags: tuple[object, ...], says: str) -> None:
     check(TRAINED_MODEL, *flags).refused(2, says)
+
+
+def test_the_shortest_text_is_drafted(check: Callable[..., Outcome]) -> None:
+    report = check(TRAINED_MODEL, "-c", 35, "-n", 3, "--n-prompts", 1, "--json").json
+    assert (report["timings"]["predicted_n"], report["timings"]["draft_n"]) == (3, 1)
 
 
 def test_a_model_without_head_has_nothing_to_check(check: Callable[..., Outcome], tiny: Callable[[str], Path]) -> None:

@@ -66,7 +66,7 @@ def test_rollback_twice(exported: Export) -> None:
     compare.assert_same_state(state, trunk.state(), "state after rollbacks")
 
 
-@pytest.mark.parametrize("name", ["f32", "heads_odd", "trained"])
+@pytest.mark.parametrize("name", ["f32", "heads_odd", "q4_k_m"])
 def test_prefill_in_any_chunks(exported: Export, name: str) -> None:
     """Chunks change the rounding, not the result; the same chunks give the same bits."""
     model = exported(name)
@@ -91,6 +91,24 @@ def test_sequences_do_not_mix(exported: Export) -> None:
     prefill(trunk, ids)
     trunk.verify(ids[:3])  # left without a commit
     compare.assert_same_bits(trunk_rows(trunk, ids[:20])[0], fresh, "second sequence")
+
+
+def test_a_longer_sequence_after_a_short_one(exported: Export) -> None:
+    """A prompt that makes the cache grow: passes of a size met before then read the new cache, not the old one."""
+    ids = token_ids(320, CACHE_STEP + 40)
+    trunk, fresh = exported("f32").trunk(), exported("f32").trunk()
+    trunk_rows(trunk, ids[:20])
+    wanted = []
+    for engine in (fresh, trunk):
+        prefill(engine, ids[:CACHE_STEP])
+        engine.prefill(ids[CACHE_STEP:-16])
+        wanted.append((append(engine, ids[-16:], engine.max_rows)[0], engine.state()))
+    compare.assert_same_bits(wanted[1][0], wanted[0][0], "logits of the longer sequence")
+    compare.assert_same_state(wanted[1][1], wanted[0][1], "state of the longer sequence")
+    prefill(trunk, ids[:12])  # and a short one again, in the cache that has grown
+    prefill(fresh, ids[:12])
+    got, want = (append(engine, ids[12:20], engine.max_rows)[0] for engine in (trunk, fresh))
+    compare.assert_same_bits(got, want, "logits of a short sequence in the larger cache")
 
 
 @pytest.mark.parametrize("name", ["f32", "heads_odd", "trained"])

@@ -222,6 +222,8 @@ def test_filters_that_leave_one_token_give_the_greedy_text(generate: Generate, t
         (("--seed", -2), "-2"),
         (("--seed", 2**64), str(2**64)),
         (("--threads", -1), "-1"),
+        (("--threads", 10**6), "1000000"),
+        (("--threads", 2**40), "--threads"),
         (("-c", -1), "-1"),
         (("-c", 4097), "4096"),
         (("--spec-type", "medusa"), "medusa"),

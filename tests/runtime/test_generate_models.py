@@ -129,6 +129,31 @@ def test_a_reader_that_goes_away(command: list[str]) -> None:
     process.stderr.close()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_is_full(command: list[str]) -> None:
+    for flags in ([], ["--json"]):
+        asked = [*command, "--prompt-ids", str(RING[0]), "-n", "5", *flags]
+        with open("/dev/full", "wb") as full:
+            process = subprocess.run(asked, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
+        assert process.returncode == 6
+        assert process.stderr.startswith(b"error: the output cannot be written"), process.stderr
+        assert process.stderr.count(b"\n") == 1
+
+
+def test_closed_streams(command: list[str]) -> None:
+    """What has no stream to go to goes nowhere: no statistics on stdout, no traceback."""
+    shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command, "--prompt-ids", str(RING[0]), "-n", "5", "--json"]
+    closed = subprocess.run(shell, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert closed.returncode == 0
+    assert json.loads(closed.stdout)["tokens"] == ENDLESS.greedy(RING[0], 5)
+    shell[2] = 'exec "$@" >&-'
+    assert subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE).returncode == 0
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *command]
+    closed = subprocess.run(shell, cwd=ROOT, capture_output=True)
+    assert (closed.returncode, closed.stdout, closed.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"the prompt is empty" in closed.stderr
+
+
 def test_an_exported_folder_needs_no_exporter(tiny: Callable[[str], Path], cache: Path) -> None:
     """Without export, onnx and gguf, in a locale that knows no UTF-8."""
     folder = exported_folder(tiny("bigram_ring"), draft=True, cache_dir=cache)
