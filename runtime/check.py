@@ -76,8 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--draft-n", type=int, default=DRAFT_N_DEFAULT, metavar="N", help="drafts a round (default: %(default)s)"
     )
-    group.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature of the compared texts")
-    group.add_argument("-s", "--seed", type=int, default=20240229, metavar="N", help="of prompts and sampling")
+    group.add_argument(
+        "--temp", type=float, default=0.0, metavar="T", help="temperature of the compared texts (default: 0)"
+    )
+    group.add_argument(
+        "-s", "--seed", type=int, default=20240229, metavar="N", help="of prompts and sampling (default: %(default)s)"
+    )
     group.add_argument(
         "--min-acceptance", type=float, default=0.0, metavar="R", help="fail below this acceptance rate (default: 0)"
     )

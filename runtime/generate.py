@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     group = parser.add_argument_group("prompt (one of them; stdin if none)")
     source = group.add_mutually_exclusive_group()
-    source.add_argument("-p", "--prompt", metavar="TEXT")
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="the text itself")
     source.add_argument(
         "-f", "--file", type=Path, metavar="FILE", help="UTF-8 text; one line end at its end is left out"
     )

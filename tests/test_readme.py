@@ -25,6 +25,8 @@ README = PAGES[0].read_text(encoding="utf-8")
 PYTHON = ".venv/bin/python"
 # Commands that are run, with flags that make them quick. Of other modules the flags are looked up, see `try_command`.
 RUN = {"runtime.generate": "-n 8", "runtime.check": "--n-prompts 1 -n 8", "export": ""}
+# What `make test` hands down, and what the Makefile takes from the environment.
+MAKE_VARIABLES = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "VENV", "MODEL", "PROMPT", "OUT"}
 
 
 def fenced(text: str, language: str) -> list[str]:
@@ -39,7 +41,8 @@ def commands() -> list[str]:
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run in the repository root with a cache of its own; asserts that it goes well."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    env = {name: value for name, value in os.environ.items() if name not in MAKE_VARIABLES}
+    env["XDG_CACHE_HOME"] = str(folder / "cache")
     ran = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert ran.returncode == 0, f"{shlex.join(command)}: exit code {ran.returncode}\n{ran.stderr}"
     return ran
