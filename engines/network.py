@@ -112,8 +112,7 @@ def _config(module: Any, builder: Any, network: Any, profiles: Sequence[Profile]
     config = builder.create_builder_config()
     config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.max_aux_streams = 0  # one stream: a pass is captured as a CUDA graph, and its kernels overlap by themselves
-    if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # no allocation while a pass is being captured
-        config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    # Not REQUIRE_USER_ALLOCATION: such engines end the process at their first pass when a size is dynamic (RTX 1.6).
     for limits in profiles:
         profile = builder.create_optimization_profile()
         for index in range(network.num_inputs):

@@ -74,6 +74,8 @@ class _Lowering:
         self.slot = gs.Variable("slot", np.int32, (1,))
         for group in find_groups(self.graph, self.store.raw):
             self._matmul(group)
+        for node in [node for node in self.graph.nodes if node.op == "Concat"]:
+            self._rms_norm_pair(node)
         handlers = {
             "GatedDeltaNet": self._gated_delta_net,
             "GatedAttention": self._gated_attention,
@@ -179,6 +181,19 @@ class _Lowering:
         (x, weight), y = node.inputs, node.outputs[0]
         y.dtype, y.shape = np.dtype(np.float32), ("T", len(weight.values))
         self._plugin(ops.RMS_NORM, node.name, [x, weight], [y], [node.name], epsilon=self.config.rms_eps)
+
+    def _rms_norm_pair(self, concat: gs.Node) -> None:
+        """Two norms side by side, as the draft head's first product takes them. The native Concat of TensorRT-RTX 1.6
+        mixes the rows of plugin results up."""
+        norms = [tensor.inputs[0] for tensor in concat.inputs if tensor.inputs and len(tensor.outputs) == 1]
+        if len(norms) != 2 or any(norm.op != "RMSNormalization" for norm in norms):
+            return
+        y, inputs = concat.outputs[0], [tensor for norm in norms for tensor in norm.inputs]
+        y.dtype, y.shape = np.dtype(np.float32), ("T", sum(len(norm.inputs[1].values) for norm in norms))
+        nodes = [norm.name for norm in norms] + [concat.name]
+        for node in (*norms, concat):
+            node.outputs.clear()
+        self._plugin(ops.RMS_NORM_PAIR, concat.name, inputs, [y], nodes, epsilon=self.config.rms_eps)
 
     def _rope_tables(self, node: gs.Node) -> None:
         inv_freq, factor = (tensor.values for tensor in node.inputs[1:])

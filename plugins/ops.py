@@ -114,6 +114,20 @@ RMS_NORM = Op(
     refuses=(),
 )
 
+RMS_NORM_PAIR = Op(
+    "RmsNormPair",
+    "y = [RmsNorm(a, a_weight), RmsNorm(b, b_weight)], side by side",
+    inputs=(
+        Tensor("a", "float32", "[T, K]"),
+        Tensor("a_weight", "float32", "[K]"),
+        Tensor("b", "float32", "[T, N]"),
+        Tensor("b_weight", "float32", "[N]"),
+    ),
+    outputs=(Tensor("y", "float32", "[T, K + N]"),),
+    attributes=(Attribute("epsilon", "float"),),
+    refuses=(),
+)
+
 ROPE_TABLES = Op(
     "RopeTables",
     "factor * cos(p * inv_freq), factor * sin(..) for p = position .. position + T - 1, angles in float64",
@@ -184,5 +198,14 @@ GATED_ATTENTION = Op(
 )
 
 OPS: dict[str, Op] = {
-    op.name: op for op in (KQUANT_MATMUL, KQUANT_EMBEDDING, RMS_NORM, ROPE_TABLES, GATED_DELTA_NET, GATED_ATTENTION)
+    op.name: op
+    for op in (
+        KQUANT_MATMUL,
+        KQUANT_EMBEDDING,
+        RMS_NORM,
+        RMS_NORM_PAIR,
+        ROPE_TABLES,
+        GATED_DELTA_NET,
+        GATED_ATTENTION,
+    )
 }

@@ -187,6 +187,9 @@ _PLUGINS: dict[str, _Kernel] = {
     "KQuantMatmul": _matmul,
     "KQuantEmbedding": _embedding,
     "RmsNorm": lambda inputs, at: [_rms_norm(inputs[0], inputs[1], at["epsilon"])],
+    "RmsNormPair": lambda inputs, at: [
+        np.concatenate([_rms_norm(x, weight, at["epsilon"]) for x, weight in (inputs[:2], inputs[2:])], axis=1)
+    ],
     "RopeTables": _rope_tables,
     "GatedDeltaNet": _gated_delta_net,
     "GatedAttention": _gated_attention,

@@ -4,8 +4,8 @@ namespace nextn {
 
 std::vector<OpInfo const*> const& allOps() {
     static std::vector<OpInfo const*> const ops = {&kquantMatmulInfo(), &kquantEmbeddingInfo(), &rmsNormInfo(),
-                                                   &ropeTablesInfo(),    &gatedDeltaNetInfo(),
-                                                   &gatedAttentionInfo()};
+                                                   &rmsNormPairInfo(),   &ropeTablesInfo(),
+                                                   &gatedDeltaNetInfo(), &gatedAttentionInfo()};
     return ops;
 }
 

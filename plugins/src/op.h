@@ -51,6 +51,7 @@ struct OpInfo {
 OpInfo const& kquantMatmulInfo();
 OpInfo const& kquantEmbeddingInfo();
 OpInfo const& rmsNormInfo();
+OpInfo const& rmsNormPairInfo();
 OpInfo const& ropeTablesInfo();
 OpInfo const& gatedDeltaNetInfo();
 OpInfo const& gatedAttentionInfo();

@@ -1,4 +1,4 @@
-// RmsNorm: norm of float32 rows.
+// RmsNorm: norm of float32 rows. RmsNormPair: norms of two inputs side by side.
 #include "rms_norm.h"
 
 #include "op.h"
@@ -33,12 +33,61 @@ private:
     float mEpsilon;
 };
 
-std::unique_ptr<Op> make(Attributes const& attributes, std::string*) { return std::make_unique<RmsNorm>(attributes); }
+class RmsNormPair final : public Op {
+public:
+    explicit RmsNormPair(Attributes const& a) : mEpsilon(a.number("epsilon")) {}
+
+    TensorTypes types() const override {
+        return {{DataType::kFLOAT, DataType::kFLOAT, DataType::kFLOAT, DataType::kFLOAT}, {DataType::kFLOAT}};
+    }
+
+    std::string refuse(std::vector<nvinfer1::Dims> const& in) const override {
+        std::string error = shapeMismatch("a", in[kIN_A], {-1, -1});
+        if (error.empty()) error = shapeMismatch("a_weight", in[kIN_A_WEIGHT], {in[kIN_A].d[1]});
+        if (error.empty()) error = shapeMismatch("b", in[kIN_B], {in[kIN_A].d[0], -1});
+        return error.empty() ? shapeMismatch("b_weight", in[kIN_B_WEIGHT], {in[kIN_B].d[1]}) : error;
+    }
+
+    DimsExprs outputShape(int32_t, DimsExprs const* in, IExprBuilder& builder) const override {
+        return exprs({in[kIN_A].d[0],
+                      builder.operation(nvinfer1::DimensionOperation::kSUM, *in[kIN_A].d[1], *in[kIN_B].d[1])});
+    }
+
+    cudaError_t enqueue(PluginTensorDesc const* desc, void const* const* in, void* const* out, void*,
+                        cudaStream_t stream) const override {
+        auto const& a = desc[kIN_A].dims;
+        auto const& b = desc[kIN_B].dims;
+        auto* y = static_cast<float*>(out[0]);
+        int64_t const width = a.d[1] + b.d[1];
+        auto const t = static_cast<int32_t>(a.d[0]);
+        cudaError_t const error = nextn_rms_norm(static_cast<float const*>(in[kIN_A]), a.d[1], t,
+                                                 static_cast<int32_t>(a.d[1]), static_cast<float const*>(in[kIN_A_WEIGHT]),
+                                                 mEpsilon, y, width, kLAUNCH_FLAGS, stream);
+        if (error != cudaSuccess) return error;
+        return nextn_rms_norm(static_cast<float const*>(in[kIN_B]), b.d[1], t, static_cast<int32_t>(b.d[1]),
+                              static_cast<float const*>(in[kIN_B_WEIGHT]), mEpsilon, y + a.d[1], width, kLAUNCH_FLAGS,
+                              stream);
+    }
+
+private:
+    static constexpr int32_t kIN_A = 0, kIN_A_WEIGHT = 1, kIN_B = 2, kIN_B_WEIGHT = 3;
+    float mEpsilon;
+};
+
+template <typename T>
+std::unique_ptr<Op> make(Attributes const& attributes, std::string*) {
+    return std::make_unique<T>(attributes);
+}
 
 }  // namespace
 
 OpInfo const& rmsNormInfo() {
-    static OpInfo const info = {"RmsNorm", {{"epsilon", AttributeKind::kFLOAT}}, make};
+    static OpInfo const info = {"RmsNorm", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNorm>};
+    return info;
+}
+
+OpInfo const& rmsNormPairInfo() {
+    static OpInfo const info = {"RmsNormPair", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNormPair>};
     return info;
 }
 

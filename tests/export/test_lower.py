@@ -140,6 +140,8 @@ def test_a_layer_is_five_plugin_nodes(tiny: Tiny, tmp_path: Path) -> None:
     assert kinds.count("GatedDeltaNet") == layers - attention and kinds.count("GatedAttention") == attention
     native = sorted(node.op_type for node in model.graph.node if node.domain == "")
     assert native == ["Gather"]
+    draft = load(exported(tiny("q4_k_m"), tmp_path / "y"), "draft")
+    assert [node.op_type for node in draft.graph.node if node.domain == ""] == ["Gather"]
 
 
 def test_state_enters_one_plugin_and_leaves_by_it(tiny: Tiny, tmp_path: Path) -> None:
