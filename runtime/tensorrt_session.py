@@ -64,16 +64,20 @@ class EngineSession:
 
         Raises EngineError for sizes outside the profile."""
         context = self._contexts[profile]
+        limits: Profile = self._spec.profiles[self._profiles[profile]]
+        # TensorRT itself would notice only when the pass is queued, and not say what to do.
+        if not (1 <= tokens <= limits.max_tokens and 1 <= rows <= limits.max_rows):
+            raise EngineError(
+                f"{self._path}: a pass of {tokens} tokens with {rows} rows of logits is outside profile {profile}, "
+                f"which takes 1 to {limits.max_tokens} tokens and 1 to {limits.max_rows} rows; build engines with a "
+                "larger --max-draft or --prefill-chunk"
+            )
         sizes = {"T": tokens, "R": rows}
         for binding in self._dynamic:
             shape = tuple(size if isinstance(size, int) else sizes[size] for size in binding.shape)
-            if not context.set_input_shape(binding.name, shape):
-                limits: Profile = self._spec.profiles[self._profiles[profile]]
-                raise EngineError(
-                    f"{self._path}: {binding.name} of shape {list(shape)} is outside profile {limits.name}, "
-                    f"which takes 1 to {limits.max_tokens} tokens and 1 to {limits.max_rows} rows of logits; "
-                    "build engines with a larger --max-draft or --prefill-chunk"
-                )
+            with messages() as log:
+                if not context.set_input_shape(binding.name, shape):
+                    raise self._loader.error(f"{self._path}: takes no {binding.name} of shape {list(shape)}", log)
         for name, address in addresses.items():
             self._set_address(context, name, address)
         with messages() as log:

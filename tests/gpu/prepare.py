@@ -57,8 +57,8 @@ def texts() -> list[list[int]]:
 
 
 def write_reference(folder: Path) -> None:
-    """ONNX Runtime's logits over `texts` [24, 88, V], each row as levels between its least and its largest, and the best
-    token of each."""
+    """ONNX Runtime's logits over `texts` [24, 88, V], each row as levels between its least and its largest, and each
+    row's best token."""
     from tests.exported import export, trunk_rows
     from tests.vocabulary_files import TRAINED_MODEL
 

@@ -16,6 +16,7 @@ from runtime.engine_tensorrt import open_engines
 from runtime.sampling import SamplingParams
 from runtime.session import Session, SpecOptions, make_sampler, open_session
 from runtime.speculative import SpecStats, generate
+from runtime.tensorrt_trunk import GREEDY
 from tests.gpu.conftest import Opened
 from tests.gpu.prepare import MAX_ROWS, read_reference, texts
 from tests.known_text import ENDLESS, RING, STOP_INSIDE
@@ -73,6 +74,62 @@ def test_rows_agree_bit_by_bit(opened: Open, name: str, start: int) -> None:
             assert_same_bits(logits, want[0], f"logits {where}")
             assert_same_bits(hidden, want[1], f"hidden {where}")
             assert_same_state(engines.trunk.state(), states[first + rows - 1], where)
+
+
+@pytest.mark.parametrize("name", ["trained", *RANDOM_MODELS])
+def test_head_rows_agree_bit_by_bit(opened: Open, name: str) -> None:
+    """The head's logits after catching up with 1..8 rows at once are those after one row at a time."""
+    engines = opened(name)
+    ids = token_ids(engines.vocab_size, 200, seed=4)
+    engines.trunk.start(GREEDY)
+    hidden = engines.draft.join([engines.draft.zero_hidden(), engines.trunk.prefill(ids).hidden])
+    for start in (0, 100):
+        single = []
+        engines.draft.start(GREEDY)
+        if start:
+            engines.draft.prefill(ids[:start], hidden[:start])
+        for i in range(start, start + MAX_ROWS):
+            engines.draft.prefill(ids[i : i + 1], hidden[i : i + 1])
+            single.append(engines.draft.logits)
+        for rows in range(2, MAX_ROWS + 1):
+            engines.draft.start(GREEDY)
+            if start:
+                engines.draft.prefill(ids[:start], hidden[:start])
+            end = start + rows
+            drafts = engines.draft.draft(ids[start:end], hidden[start:end], 1)
+            assert_same_bits(engines.draft.logits, single[rows - 1], f"head logits after {rows} rows at {start}")
+            assert drafts[0] == single[rows - 1].argmax()
+
+
+@pytest.mark.parametrize("n_drafts", [1, 3, 7])
+@pytest.mark.parametrize("rows", [1, 2, MAX_ROWS, 40])
+def test_a_round_is_its_parts(opened: Open, rows: int, n_drafts: int) -> None:
+    """Drafting and verifying in one graph gives the drafts, choices and state of the two calls, bit by bit."""
+    engines = opened("trained")
+    ids = token_ids(engines.vocab_size, 100, seed=rows)
+    results = []
+    for whole in (False, True):
+        trunk, draft = engines.trunk, engines.draft
+        trunk.start(GREEDY)
+        draft.start(GREEDY)
+        hidden = draft.join([draft.zero_hidden(), trunk.prefill(ids[:99]).hidden])
+        draft.prefill(ids[: 100 - rows], hidden[: 100 - rows])
+        tail = ids[100 - rows :].tolist(), hidden[100 - rows :]
+        if whole:
+            both = draft.draft_and_verify(trunk, *tail, n_drafts)
+            assert both is not None and 0 < both.draft_share < 1
+            drafts, result = both.drafts, both.result
+        else:
+            drafts = draft.draft(*tail, n_drafts)
+            result = trunk.verify([int(ids[99]), *drafts])
+        logits = trunk.logits, draft.logits
+        trunk.commit(n_drafts)
+        results.append((drafts, result.choices, engines.host(result.hidden), *logits, trunk.state()))
+    (drafts, choices, *arrays, state), (want_drafts, want_choices, *want_arrays, want_state) = results
+    assert drafts.tolist() == want_drafts.tolist() and choices.tolist() == want_choices.tolist()
+    for got, want in zip(arrays, want_arrays, strict=True):
+        assert_same_bits(got, want, f"{rows} rows, {n_drafts} drafts")
+    assert_same_state(state, want_state, f"{rows} rows, {n_drafts} drafts")
 
 
 @pytest.mark.parametrize("rows", [2, 5, MAX_ROWS])
@@ -213,7 +270,9 @@ def test_check(prepared: Path) -> None:
 
 def test_sizes_outside_the_profile_are_refused(opened: Open) -> None:
     trunk = opened("trained").trunk
-    with pytest.raises(EngineError, match="outside profile decode, which takes 1 to 8 tokens"):
+    with pytest.raises(
+        EngineError, match="9 tokens with 1 rows of logits is outside profile decode, which takes 1 to 8 tokens"
+    ):
         trunk._session.enqueue("decode", MAX_ROWS + 1, 1, {})
     trunk.start(make_sampler(SamplingParams()))
     trunk.verify([1])  # and it still works

@@ -298,7 +298,7 @@ def test_weights_file_too_short(gpu: FakeGpu, folder: Path) -> None:
 def test_shapes_outside_the_profile(engines: Engines) -> None:
     trunk, _ = engines
     with pytest.raises(
-        EngineError, match=r"tokens of shape \[7\] is outside profile decode, which takes 1 to 6 tokens"
+        EngineError, match="7 tokens with 1 rows of logits is outside profile decode, which takes 1 to 6 tokens"
     ):
         trunk._session.enqueue("decode", MAX_ROWS + 1, 1, {})
 
