@@ -104,7 +104,7 @@ def load_manifest(folder: Path) -> Manifest:
         found = raw.get("format_version") if isinstance(raw, dict) else None
         raise EngineError(f"{path}: manifest format {found!r}, wanted {FORMAT_VERSION}; run `python -m export` again")
     try:
-        return Manifest(
+        manifest = Manifest(
             model_name=raw["model_name"],
             content_key=raw["content_key"],
             target=raw["target"],
@@ -113,5 +113,23 @@ def load_manifest(folder: Path) -> Manifest:
             files={role: _tuples(entry) for role, entry in raw["files"].items()},
             notes=_tuples(raw["notes"]),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+        _check_kinds(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{path}: incomplete manifest ({error}); run `python -m export` again") from None
+    return manifest
+
+
+def _check_kinds(manifest: Manifest) -> None:
+    """Raise ValueError at the first entry that is not of its kind."""
+    for name, value in (*asdict(manifest.geometry).items(), *asdict(manifest.tokenizer).items()):
+        if name == "has_chat_template" or (value is None and name in ("draft_layer", "bos_token_id")):
+            continue
+        numbers = value if isinstance(value, tuple) else (value,)
+        wants_tuple = name in ("gdn_layers", "attention_layers", "end_token_ids")
+        if wants_tuple != isinstance(value, tuple) or any(type(number) is not int for number in numbers):
+            raise ValueError(f"{name} is {value!r}")
+    if not manifest.tokenizer.end_token_ids:
+        raise ValueError("end_token_ids is empty")
+    for role, entry in manifest.files.items():
+        if not (isinstance(entry, tuple) and [type(part) for part in entry] == [str, int]):
+            raise ValueError(f"the entry of {role!r} is {entry!r}")

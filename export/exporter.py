@@ -173,8 +173,8 @@ def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ResourceError(
-            f"{folder}: the export needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free; "
-            "free space or choose another -o"
+            f"{folder}: the export needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free; "
+            "free space or choose another folder (-o, --cache-dir)"
         )
 
 

@@ -160,5 +160,5 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise ResourceError(
-            f"{path}: cannot be written ({error.strerror}); free some space or give another -o"
+            f"{path}: cannot be written ({error.strerror}); free space or choose another folder"
         ) from error

@@ -135,7 +135,7 @@ class WeightStore:
             self._file.write(np.ascontiguousarray(array).data.cast("B"))
         except OSError as error:
             reason = f"cannot write weights ({error.strerror})"
-            raise ResourceError(f"{self.path}: {reason}; free space or choose another -o") from error
+            raise ResourceError(f"{self.path}: {reason}; free space or choose another folder") from error
 
 
 def _pieces(rows: int, columns: int) -> list[tuple[int, int]]:

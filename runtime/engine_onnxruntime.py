@@ -33,7 +33,7 @@ def open_engines(
     Raises EngineError (ONNX Runtime too old, damaged export) or ResourceError (memory)."""
     check_version(ort.__version__)
     geometry = manifest.geometry
-    if threads == 0 and manifest.files["weights"][1] < SMALL_MODEL_BYTES:
+    if threads == 0 and manifest.file(folder, "weights").stat().st_size < SMALL_MODEL_BYTES:
         threads = 1
     trunk_session = load_session(manifest.file(folder, "trunk"), threads)
     replay_session = load_session(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None

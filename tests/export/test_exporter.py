@@ -98,7 +98,7 @@ def test_too_little_disk_is_said_before_anything_is_written(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(ResourceError, match=r"needs .* GB, 0\.00 GB are free"):
+    with pytest.raises(ResourceError, match=r"needs .* MB, 0\.0 MB are free"):
         export_model(tiny("agreeing"), tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
@@ -116,6 +116,12 @@ def test_a_damaged_export_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         {**raw, "format_version": 0},
         {**raw, "geometry": {}},
         {k: v for k, v in raw.items() if k != "files"},
+        {**raw, "files": {"trunk": 5}},
+        {**raw, "files": {"trunk": ["trunk.onnx", "5"]}},
+        {**raw, "geometry": {**raw["geometry"], "vocab_size": "320"}},
+        {**raw, "geometry": {**raw["geometry"], "gdn_layers": 3}},
+        {**raw, "tokenizer": {**raw["tokenizer"], "end_token_ids": []}},
+        {**raw, "tokenizer": {**raw["tokenizer"], "end_token_ids": [None]}},
     ):
         (folder / MANIFEST_NAME).write_text(json.dumps(broken))
         with pytest.raises(EngineError, match="manifest"):
