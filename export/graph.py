@@ -32,6 +32,14 @@ class Weight:
     offset: int
     nbytes: int
 
+    def external_tensor(self) -> TensorProto:
+        """The initialiser that says where the values lie."""
+        tensor = TensorProto(name=self.name, data_type=self.data_type, dims=self.shape)
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", self.location), ("offset", self.offset), ("length", self.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
 
 class Body:
     """Nodes of a graph or function, in order. Every value gets the name of the node that makes it."""
@@ -157,11 +165,7 @@ class Graph(Body):
     def weight(self, weight: Weight) -> str:
         """An initialiser in the external weights file."""
         if weight.name not in self.initializers:
-            tensor = TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.shape)
-            tensor.data_location = TensorProto.EXTERNAL
-            for key, value in (("location", weight.location), ("offset", weight.offset), ("length", weight.nbytes)):
-                tensor.external_data.add(key=key, value=str(value))
-            self.initializers[weight.name] = tensor
+            self.initializers[weight.name] = weight.external_tensor()
         return weight.name
 
     def call(self, function: Function, inputs: Sequence[str], name: str = "", **attributes: Any) -> Any:

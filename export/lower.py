@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import TensorProto
 from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from export.config import ModelConfig
-from export.graph import FUNCTION_DOMAIN, IR_VERSION, OPSET, Graph, Weight
+from export.graph import FUNCTION_DOMAIN, IR_VERSION, OPSET, Graph
 from export.lower_matmul import Linear, MatmulGroup, find_groups
 from export.raw_weights import RawMatrix, RawWeightStore
 from export.weight_inputs import weights_as_inputs
@@ -294,13 +293,5 @@ class _Lowering:
 
     def _weight(self, raw: RawMatrix) -> gs.Constant:
         if raw.weight.name not in self._weights:
-            self._weights[raw.weight.name] = OnnxImporter.import_tensor(_external(raw.weight))
+            self._weights[raw.weight.name] = OnnxImporter.import_tensor(raw.weight.external_tensor())
         return self._weights[raw.weight.name]
-
-
-def _external(weight: Weight) -> TensorProto:
-    proto = TensorProto(name=weight.name, data_type=weight.data_type, dims=weight.shape)
-    proto.data_location = TensorProto.EXTERNAL
-    for key, value in (("location", weight.location), ("offset", weight.offset), ("length", weight.nbytes)):
-        proto.external_data.add(key=key, value=str(value))
-    return proto
