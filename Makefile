@@ -4,10 +4,12 @@ VENV ?= .venv
 MODEL ?= tests/model/tiny-qwen35-mtp-Q4_K_M.gguf
 PROMPT ?= Explain itertools.chain.
 OUT ?= engines/built/$(basename $(notdir $(MODEL)))
+# On compute capability 9.0 (H100, H200): TENSORRT=tensorrt-rtx-cu13==1.6.1.120
+TENSORRT ?= tensorrt-rtx-cu13
 PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint format export check bench clean
+.PHONY: setup demo test test-gpu lint format export check bench clean
 
 setup: $(VENV)/.installed
 
@@ -26,6 +28,17 @@ demo: setup  ## Generate with multi-token prediction from the tiny model.
 
 test: $(VENV)/.installed-test  ## All tests that need no GPU.
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+$(VENV)/.installed-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --editable '.[tensorrt]' '$(TENSORRT)'
+	touch $@
+
+build/plugins/libnextn_plugins.so: $(wildcard plugins/CMakeLists.txt plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
+	cmake -S plugins -B build/plugins
+	cmake --build build/plugins --parallel
+
+test-gpu: $(VENV)/.installed-gpu build/plugins/libnextn_plugins.so  ## Kernels and engines; fails without an NVIDIA GPU.
+	$(BIN)/python -m pytest -m gpu --require-gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

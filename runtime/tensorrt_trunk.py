@@ -156,14 +156,16 @@ class TensorrtTrunk:
         copies: dict[str, np.ndarray] = {}
         for binding in state_bindings(self._shared.manifest.engines["trunk"]):
             prefix, kind = binding.name.rsplit(".", 1)
-            shape = tuple(int(size) for size in binding.shape)
             address = self._shared.states[binding.name].address
-            whole = self._shared.stream.read(address, shape, np.dtype(binding.dtype))
             if kind == "pool":
-                copies[f"{prefix}.state"], copies[f"{prefix}.conv"] = self._slot_of(whole)
-            else:
-                for name, half in zip(("key_cache", "value_cache"), whole, strict=True):
-                    copies[f"{prefix}.{name}"] = np.swapaxes(half[: self._position], 0, 1)[None]
+                copies[f"{prefix}.state"], copies[f"{prefix}.conv"] = self._read_slot(address)
+                continue
+            _, capacity, heads, dim = (int(size) for size in binding.shape)
+            dtype = np.dtype(binding.dtype)
+            for name in ("key_cache", "value_cache"):
+                rows = self._shared.stream.read(address, (self._position, heads, dim), dtype)
+                copies[f"{prefix}.{name}"] = np.swapaxes(rows, 0, 1)[None]
+                address += capacity * heads * dim * dtype.itemsize
         return copies
 
     def warm_up(self) -> None:
@@ -200,10 +202,16 @@ class TensorrtTrunk:
             raise EngineError(f"the device chose {choices}, the host {on_host}; build the plugins again")
         return on_host
 
-    def _slot_of(self, pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        geometry, slots = self._shared.geometry, self._num_slots
-        heads, dim = geometry.gdn_v_heads, geometry.gdn_head_dim
-        states, windows = np.split(pool, [slots * heads * dim * dim])
-        state = states.reshape(slots, 1, heads, dim, dim)[self._slot]
-        window = windows.reshape(slots, 1, geometry.conv_kernel - 1, geometry.conv_channels)[self._slot]
-        return (state, window) if self._slot >= 0 else (np.zeros_like(state), np.zeros_like(window))
+    def _read_slot(self, pool: int) -> tuple[np.ndarray, np.ndarray]:
+        """State [1, HV, DK, DV] and window [1, kernel - 1, C] of the current slot of the pool at an address."""
+        geometry = self._shared.geometry
+        state = (1, geometry.gdn_v_heads, geometry.gdn_head_dim, geometry.gdn_head_dim)
+        window = (1, geometry.conv_kernel - 1, geometry.conv_channels)
+        if self._slot == _NO_SLOT:
+            return np.zeros(state, np.float32), np.zeros(window, np.float32)
+        slot, read = self._slot * _F32_BYTES, self._shared.stream.read
+        windows = pool + self._num_slots * int(np.prod(state)) * _F32_BYTES
+        return (
+            read(pool + slot * int(np.prod(state)), state, np.float32),
+            read(windows + slot * int(np.prod(window)), window, np.float32),
+        )

@@ -52,6 +52,13 @@ class Opened:
         return hidden.read(self.trunk._shared.stream)  # the stream is the engines' own affair but for tests
 
 
+def open_folder(folder: Path) -> Opened:
+    manifest = load_manifest(folder)
+    trunk, draft = open_engines(folder, manifest, context_size=context_limit(folder), max_rows=MAX_ROWS)
+    assert draft is not None
+    return Opened(folder, manifest, trunk, draft)
+
+
 @pytest.fixture(scope="session")
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = request.config.getoption("--prepared")
@@ -62,12 +69,4 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def opened(prepared: Path) -> Callable[[str], Opened]:
     """``opened(name)``: the engines of one of `prepare.MODELS`."""
 
-    @cache
-    def open_once(name: str) -> Opened:
-        folder = prepared / name
-        manifest = load_manifest(folder)
-        trunk, draft = open_engines(folder, manifest, context_size=context_limit(folder), max_rows=MAX_ROWS)
-        assert draft is not None
-        return Opened(folder, manifest, trunk, draft)
-
-    return open_once
+    return cache(lambda name: open_folder(prepared / name))

@@ -13,74 +13,90 @@ from pathlib import Path
 import numpy as np
 
 from engines.engine_manifest import EngineOptions
+from engines.manifest import load_manifest
+from tests.peer.speculation import recorded
 
-MODELS = ("trained", "bigram_ring", "draft_perfect", "ring_stop_inside", "heads_256", "heads_9b", "q4_k_m")
+# The trained model; models of known text; random ones of various head sizes, tensor types and parts.
+KNOWN_TEXT_MODELS = ("bigram_ring", "draft_perfect", "ring_stop_inside")
+RANDOM_MODELS = (
+    "heads_256",
+    "q4_k_m",
+    "mixed_types",
+    "split_kinds_in_pair",
+    "other_types",
+    "tied_no_head_norm",
+    "yarn",
+)
+MODELS = ("trained", *KNOWN_TEXT_MODELS, *RANDOM_MODELS)
 MAX_ROWS = 8
 CONTEXT = 4096
 PREFILL_CHUNK = 256
-REFERENCE_NAME = "reference.npz"
 # Rows of each recorded text that are compared: a prompt and the begin of its continuation. 24 texts.
 TEXT_TOKENS = 88
 _LEVELS = 4095
 
 
-def prepare(folder: Path, plugins: Path | None = None, models: tuple[str, ...] = MODELS) -> Path:
+def prepare(folder: Path, plugins: Path | None = None) -> Path:
     """Fill ``folder``; what is there and up to date stays."""
     # Not at the top: a machine that only reads what was prepared has no exporter.
     from engines.build import build_engines
     from export.exporter import export_model
-    from tests.named_inputs import write_named
-    from tests.vocabulary_files import TRAINED_MODEL
 
-    folder.mkdir(parents=True, exist_ok=True)
-    options = EngineOptions(MAX_ROWS, CONTEXT, PREFILL_CHUNK, False)
-    for name in models:
-        model = TRAINED_MODEL if name == "trained" else folder / f"{name}.gguf"
-        if not model.exists():
-            write_named(name, folder)
+    for name in MODELS:
+        model = model_file(folder, name)
         if not (folder / name).exists():
             export_model(model, folder / name, target="tensorrt")
-        context = min(CONTEXT, _context_length(folder / name))
-        build_engines(
-            folder / name, EngineOptions(options.max_rows, context, options.prefill_chunk, False), library=plugins
-        )
-    if "trained" in models and not (folder / REFERENCE_NAME).exists():
-        write_reference(folder)
+        context = min(CONTEXT, load_manifest(folder / name).geometry.context_length)
+        build_engines(folder / name, EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False), library=plugins)
+    for name in ("trained", *RANDOM_MODELS):
+        if not _reference(folder, name).exists():
+            write_reference(folder, name)
     return folder
 
 
-def texts() -> list[list[int]]:
-    """Token ids of the recorded texts: prompts that were in no training text, and llama.cpp's continuation."""
-    from tests.peer.speculation import recorded
-
-    return [(run.prompt + run.greedy)[:TEXT_TOKENS] for run in recorded()]
-
-
-def write_reference(folder: Path) -> None:
-    """ONNX Runtime's logits over `texts` [24, 88, V], each row as levels between its least and its largest, and each
-    row's best token."""
-    from tests.exported import export, trunk_rows
+def model_file(folder: Path, name: str) -> Path:
+    """The .gguf of a model, written into ``folder`` unless it is there."""
+    from tests.named_inputs import write_named
     from tests.vocabulary_files import TRAINED_MODEL
 
-    exported = export(TRAINED_MODEL, folder / ".canonical")
-    trunk = exported.trunk()
-    rows = np.stack([trunk_rows(trunk, text)[0] for text in texts()])
+    path = TRAINED_MODEL if name == "trained" else folder / f"{name}.gguf"
+    folder.mkdir(parents=True, exist_ok=True)
+    return path if path.exists() else write_named(name, folder)
+
+
+def texts(folder: Path, name: str) -> list[list[int]]:
+    """Token ids to compare logits over. The trained model: prompts that were in no training text, with llama.cpp's
+    continuation; others: ids drawn evenly."""
+    if name == "trained":
+        return [(run.prompt + run.greedy)[:TEXT_TOKENS] for run in recorded()]
+    manifest = load_manifest(folder / name)
+    n = min(96, manifest.geometry.context_length)
+    return [np.random.default_rng(3).integers(0, manifest.geometry.vocab_size, n).tolist()]
+
+
+def write_reference(folder: Path, name: str) -> None:
+    """ONNX Runtime's logits over `texts` [N, T, V], each row as levels between its least and its largest, and each
+    row's best token."""
+    from tests.exported import export, trunk_rows
+
+    trunk = export(model_file(folder, name), folder / ".canonical" / name).trunk()
+    rows = np.stack([trunk_rows(trunk, text)[0] for text in texts(folder, name)])
     least, largest = rows.min(axis=-1, keepdims=True), rows.max(axis=-1, keepdims=True)
     levels = np.rint((rows - least) / (largest - least) * _LEVELS).astype(np.uint16)
-    np.savez_compressed(folder / REFERENCE_NAME, levels=levels, least=least, largest=largest, best=rows.argmax(axis=-1))
+    path = _reference(folder, name)
+    np.savez_compressed(path, levels=levels, least=least, largest=largest, best=rows.argmax(axis=-1))
 
 
-def read_reference(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [24, 88, V] float64, off by up to 4e-3, which costs 3e-6 nats of KL; and best tokens [24, 88]."""
-    with np.load(folder / REFERENCE_NAME) as file:
+def read_reference(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [N, T, V] float64, off by half a level of 1/4095 of their range, which costs 3e-6 nats of KL; and best
+    tokens [N, T]."""
+    with np.load(_reference(folder, name)) as file:
         least, largest = file["least"].astype(np.float64), file["largest"].astype(np.float64)
         return least + file["levels"] * ((largest - least) / _LEVELS), file["best"]
 
 
-def _context_length(folder: Path) -> int:
-    from engines.manifest import load_manifest
-
-    return load_manifest(folder).geometry.context_length
+def _reference(folder: Path, name: str) -> Path:
+    return folder / f"{name}.reference.npz"
 
 
 def main() -> None:
