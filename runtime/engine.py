@@ -10,6 +10,7 @@ pure function of (logits, position), so plain and speculative runs choose alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -41,6 +42,14 @@ class DraftedPass:
     drafts: np.ndarray
     result: Pass
     draft_share: float
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What engines were built for: tokens of context, drafts a round."""
+
+    context: float = math.inf
+    draft_n: float = math.inf
 
 
 class TrunkEngine(Protocol):

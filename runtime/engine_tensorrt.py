@@ -15,6 +15,7 @@ from plugins.load import find_library, library_digest, load_plugins, tensorrt
 from runtime import cuda
 from runtime.control_block import ControlBlock
 from runtime.device_weights import DeviceWeights
+from runtime.engine import EngineLimits
 from runtime.memory_plan import MemoryPlan, nbytes_of, plan_memory, state_bindings
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_session import EngineLoader, EngineSession
@@ -70,9 +71,10 @@ def open_engines(
     return trunk, head
 
 
-def context_limit(folder: Path) -> int:
-    """Tokens that the KV caches of a folder's engines hold."""
-    return load_engine_manifest(folder).options.context
+def engine_limits(folder: Path) -> EngineLimits:
+    """Of the engines in a folder. Raises EngineError when there are none."""
+    options = load_engine_manifest(folder).options
+    return EngineLimits(context=options.context, draft_n=options.max_rows - 1)
 
 
 def memory_plan(engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession]) -> MemoryPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Protocol
 from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
 from runtime.controller import AdaptiveDraft, Controller, FixedDraft
-from runtime.engine import DraftEngine, Sampler, TrunkEngine
+from runtime.engine import DraftEngine, EngineLimits, Sampler, TrunkEngine
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
 from runtime.tokenizer import Tokenizer
@@ -117,9 +116,12 @@ def open_session(
     _check_context_size(context_size, manifest)
     if spec.spec_type == "draft-mtp" and not manifest.has_draft:
         raise UsageError(f"{manifest.model_name} has no NextN draft head; use --spec-type none or auto")
-    chosen, open_engines, context_limit = _backend(backend, manifest)
-    context_size = context_size or int(min(context_limit(folder), manifest.geometry.context_length))
+    chosen, open_engines, limits_of = _backend(backend, manifest)
+    limits = limits_of(folder)
+    context_size = context_size or int(min(limits.context, manifest.geometry.context_length))
     draft_n_max = spec.draft_n_max if spec.wants_draft else 0
+    if spec.spec_type == "auto":  # at most as many as asked for
+        draft_n_max = int(min(draft_n_max, limits.draft_n))
     trunk, draft = open_engines(
         folder,
         manifest,
@@ -164,8 +166,8 @@ def _check_context_size(asked: int, manifest: Manifest) -> None:
         )
 
 
-def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines, Callable[[Path], float]]:
-    """Its name, what opens its engines, and what tells the tokens that the engines of a folder hold."""
+def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines, Callable[[Path], EngineLimits]]:
+    """Its name, what opens its engines, and what tells the limits of a folder's engines."""
     if asked not in BACKENDS:
         raise UsageError(f"--backend {asked}: wanted one of {', '.join(BACKENDS)}")
     chosen = manifest.target if asked == "auto" else asked
@@ -178,7 +180,7 @@ def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines, Callabl
             raise EngineError("onnxruntime is not installed; pip install onnxruntime (needs Python 3.11 or newer)")
         from runtime.engine_onnxruntime import open_engines
 
-        return chosen, open_engines, lambda folder: math.inf
+        return chosen, open_engines, lambda folder: EngineLimits()
     if manifest.target != chosen:
         raise EngineError(
             f"{manifest.model_name} was exported for {manifest.target}; build tensorrt engines with `python -m "
@@ -186,4 +188,4 @@ def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines, Callabl
         )
     from runtime import engine_tensorrt
 
-    return chosen, engine_tensorrt.open_engines, engine_tensorrt.context_limit
+    return chosen, engine_tensorrt.open_engines, engine_tensorrt.engine_limits

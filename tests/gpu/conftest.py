@@ -12,7 +12,7 @@ import pytest
 
 from engines.manifest import Manifest, load_manifest
 from runtime.engine import Sampler
-from runtime.engine_tensorrt import context_limit, open_engines
+from runtime.engine_tensorrt import engine_limits, open_engines
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_trunk import GREEDY, TensorrtTrunk
 from tests.gpu.prepare import MAX_ROWS, prepare
@@ -54,7 +54,7 @@ class Opened:
 
 def open_folder(folder: Path) -> Opened:
     manifest = load_manifest(folder)
-    trunk, draft = open_engines(folder, manifest, context_size=context_limit(folder), max_rows=MAX_ROWS)
+    trunk, draft = open_engines(folder, manifest, context_size=int(engine_limits(folder).context), max_rows=MAX_ROWS)
     assert draft is not None
     return Opened(folder, manifest, trunk, draft)
 

@@ -1,12 +1,7 @@
-"""TensorRT engines that compute the toy trunk and head of `fake_engines` from the memory they are bound to.
-
-Every pass checks its state: the trunk's slot must hold what the tokens in its cache give, and the head must get, for
-each row, the hidden state of the position before. A wrong slot, position, row, copy or order fails at once.
-"""
+"""Stand-ins for TensorRT, its engines of the toy model (`fake_passes`), the plugin libraries and their log."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,47 +15,31 @@ import pytest
 
 from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, Profile, WeightPlace
 from engines.errors import NumericError
-from engines.manifest import Geometry, Manifest, TokenizerInfo
+from engines.manifest import Manifest, TokenizerInfo
 from plugins.load import TensorRT
 from runtime import cuda, engine_tensorrt, tensorrt_session, token_choice
 from runtime.sampling import SamplingParams, choose
 from tests.runtime.fake_cuda import FakeCuda
-from tests.runtime.fake_engines import START_STATE, VOCAB, logits_of, next_state
-
-HIDDEN = 64
-MAX_ROWS = 6
-CONTEXT = 64
-CHUNK = 9
-GEOMETRY = Geometry(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    gdn_layers=(0,),
-    attention_layers=(1,),
-    draft_layer=2,
-    num_kv_heads=1,
-    head_dim=4,
-    gdn_v_heads=1,
-    gdn_head_dim=2,
-    conv_channels=4,
-    conv_kernel=2,
-    context_length=128,
+from tests.runtime.fake_engines import VOCAB
+from tests.runtime.fake_passes import (
+    CHUNK,
+    CONTEXT,
+    GEOMETRY,
+    HIDDEN,
+    MAX_ROWS,
+    POOL,
+    WEIGHT,
+    array,
+    draft_pass,
+    trunk_pass,
 )
-_SLOT_VALUES = 4  # float32 values of a slot's state, of which the first two hold the toy's 64-bit state
-_POOL = MAX_ROWS * (_SLOT_VALUES + 4)
-_WEIGHT = bytes(range(200))
-
-
-def array(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Memory as an array that can be written."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(dtype).reshape(shape)
 
 
 def _engine(role: str) -> Engine:
     draft = role == "draft"
     cache = (2, CONTEXT, 1, 4)
     state = [Binding("blk.2.cache", "float16", cache)] if draft else []
-    state += [] if draft else [Binding("blk.0.pool", "float32", (_POOL,)), Binding("blk.1.cache", "float16", cache)]
+    state += [] if draft else [Binding("blk.0.pool", "float32", (POOL,)), Binding("blk.1.cache", "float16", cache)]
     inputs = [Binding("tokens", "int32", ("T",)), Binding("position", "int32", (1,))]
     inputs += [Binding("hidden", "float32", ("T", HIDDEN))] if draft else [Binding("slot", "int32", (1,))]
     inputs += [Binding("rows", "int32", ("R",)), *state]
@@ -78,7 +57,7 @@ def write_engines(folder: Path, manifest: Manifest) -> EngineManifest:
     engines = {role: _engine(role) for role in ("trunk", "draft")}
     for role, engine in engines.items():
         (folder / engine.file).write_bytes(role.encode())
-    (folder / "model.gguf").write_bytes(b"head" + _WEIGHT)
+    (folder / "model.gguf").write_bytes(b"head" + WEIGHT)
     result = EngineManifest(
         build_key="key",
         content_key=manifest.content_key,
@@ -87,14 +66,14 @@ def write_engines(folder: Path, manifest: Manifest) -> EngineManifest:
         plugins="digest",
         options=EngineOptions(MAX_ROWS, CONTEXT, CHUNK, False),
         engines=engines,
-        weights={"shared.weight": WeightPlace("model.gguf", 4, len(_WEIGHT), (1, 1, len(_WEIGHT)))},
+        weights={"shared.weight": WeightPlace("model.gguf", 4, len(WEIGHT), (1, 1, len(WEIGHT)))},
     )
     result.save(folder)
     return result
 
 
 def toy_manifest() -> Manifest:
-    return Manifest("toy", "content", "tensorrt", GEOMETRY, TokenizerInfo((), None, False), {})
+    return Manifest("toy", "content", "tensorrt", GEOMETRY, TokenizerInfo((12,), None, False), {}, {})
 
 
 @dataclass
@@ -161,69 +140,10 @@ class FakeContext:
         assert set(self.addresses) == self.names, self.names - set(self.addresses)
         for output in self.spec.outputs:
             assert not output.alias or self.addresses[output.name] == self.addresses[output.alias]
-        compute = _draft_pass if "hidden" in self.names else _trunk_pass
+        compute = draft_pass if "hidden" in self.names else trunk_pass
         addresses, tokens, rows = dict(self.addresses), self.shapes["tokens"][0], self.shapes["rows"][0]
         self.fake.stream(stream).add(lambda: compute(addresses, tokens, rows))
         return True
-
-
-def _trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
-    tokens, slot, position = (
-        array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("slot", 1), ("position", 1))
-    )
-    pool = array(at["blk.0.pool"], (_POOL,), np.float32)
-    slots = [pool[i * _SLOT_VALUES :][:2].view(np.int64) for i in range(MAX_ROWS)]
-    cache = array(at["blk.1.cache"], (2, CONTEXT, 1, 4), np.float16)
-    state = int(slots[slot[0]][0]) if slot[0] >= 0 else START_STATE
-    assert state == _fold(cache, position[0]), "slot and cache do not belong together"
-    assert array(at["shared.weight"], (200,), np.uint8).tobytes() == _WEIGHT
-    hidden = array(at["hidden.out"], (count, HIDDEN), np.float32)
-    states = []
-    for i, token in enumerate(tokens.tolist()):
-        state = next_state(state, token)
-        cache[:, position[0] + i] = token
-        states.append(state)
-        hidden[i] = 0
-        hidden[i, :2].view(np.int64)[0] = state
-    for i, after in enumerate(states if count <= MAX_ROWS else states[-1:]):
-        slots[i][0] = after
-    logits = array(at["logits"], (num_rows, VOCAB), np.float32)
-    for i, row in enumerate(array(at["rows"], (num_rows,), np.int32).tolist()):
-        logits[i] = logits_of(states[row])[0]
-
-
-def _draft_pass(at: dict[str, int], count: int, num_rows: int) -> None:
-    assert num_rows == 1
-    tokens, position, row = (
-        array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("position", 1), ("rows", 1))
-    )
-    cache = array(at["blk.2.cache"], (2, CONTEXT, 1, 4), np.float16)
-    hidden = array(at["hidden"], (count, HIDDEN), np.float32)
-    out = array(at["hidden.out"], (count, HIDDEN), np.float32)
-    states = []
-    for i, token in enumerate(tokens.tolist()):
-        given = int(hidden[i, :2].copy().view(np.int64)[0])
-        before = given or START_STATE
-        if given:
-            assert before == _fold(cache, position[0] + i), "a row has not the hidden of the position before"
-        cache[:, position[0] + i] = token
-        states.append(next_state(before, token))
-        out[i] = 0
-        out[i, :2].view(np.int64)[0] = states[-1]
-    array(at["logits"], (1, VOCAB), np.float32)[0] = twisted(states[row[0]])
-
-
-def twisted(state: int) -> np.ndarray:
-    """The head's logits: right two times in three."""
-    logits = logits_of(state)[0]
-    return np.roll(logits, 1) if state % 3 == 0 else logits
-
-
-def _fold(cache: np.ndarray, count: int) -> int:
-    state = START_STATE
-    for token in cache[0, :count, 0, 0].tolist():
-        state = next_state(state, int(token))
-    return state
 
 
 class FakeKernels:

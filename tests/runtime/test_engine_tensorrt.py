@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engines.engine_manifest import ENGINES_NAME
-from engines.errors import EngineError, NextnError, NumericError, ResourceError, UsageError
-from runtime import cuda
+from engines.errors import EngineError, NumericError
 from runtime.controller import FixedDraft
 from runtime.engine import Sampler
 from runtime.engine_tensorrt import open_engines
@@ -19,9 +16,9 @@ from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_trunk import TensorrtTrunk
-from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_engines import START_STATE, ToyHead, ToyTrunk, logits_of, next_state, plain_decode
-from tests.runtime.fake_tensorrt import CHUNK, CONTEXT, MAX_ROWS, FakeGpu, install, toy_manifest, twisted, write_engines
+from tests.runtime.fake_passes import CHUNK, CONTEXT, MAX_ROWS, twisted
+from tests.runtime.fake_tensorrt import FakeGpu, install, toy_manifest, write_engines
 
 PROMPT = [5, 3, 8, 1, 9, 2, 7, 7, 4, 0, 11, 6, 2, 2, 12, 3, 1, 10, 5, 5, 4]
 GREEDY = ParamsSampler(SamplingParams())
@@ -167,148 +164,12 @@ def test_memory_goes_back(gpu: FakeGpu, folder: Path) -> None:
     assert not gpu.cuda.allocated
 
 
-def refused(folder: Path, kind: type[NextnError], *words: str, **sizes: int) -> str:
-    """The one-line message of opening ``folder``."""
-    given = {"context_size": CONTEXT, "max_rows": MAX_ROWS, **sizes}
-    with pytest.raises(kind) as caught:
-        open_engines(folder, toy_manifest(), **given)  # type: ignore[arg-type]
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-    return message
-
-
-class DynamicLibNotFoundError(RuntimeError):
-    """Named as the one that the CUDA bindings raise."""
-
-
-def test_no_driver(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu.cuda.errors["cudaGetDeviceCount"] = 35
-    refused(folder, EngineError, "no NVIDIA driver", "onnxruntime")
-
-    def missing(self: FakeCuda) -> int:
-        raise DynamicLibNotFoundError("libcuda.so.1")
-
-    gpu.cuda.errors.clear()
-    monkeypatch.setattr(FakeCuda, "_cudaGetDeviceCount", missing)
-    refused(folder, EngineError, "no NVIDIA driver", "onnxruntime")
-
-
-def test_no_cuda_package(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
-    with pytest.raises(EngineError, match=r"pip install 'nextn-trt\[tensorrt\]'"):
-        cuda.open_device()
-
-
-@pytest.mark.parametrize("how", ["count", "status"])
-def test_no_gpu(gpu: FakeGpu, folder: Path, how: str) -> None:
-    gpu.cuda.devices = 0
-    if how == "status":
-        gpu.cuda.errors["cudaGetDeviceCount"] = 100
-    refused(folder, EngineError, "no NVIDIA GPU", "CUDA_VISIBLE_DEVICES")
-
-
-def test_gpu_that_tensorrt_does_not_support(gpu: FakeGpu, folder: Path) -> None:
-    gpu.module.reason = "Current device has compute capability 9.0 which is not supported"
-    refused(folder, EngineError, "Fake GPU, compute capability 9.0", "tensorrt_rtx 1.6.1.120 does not support this GPU")
-
-
-def test_gpu_that_the_plugins_were_not_compiled_for(gpu: FakeGpu, folder: Path) -> None:
-    gpu.cuda.capability, gpu.kernels.status = (12, 1), 209
-    refused(folder, EngineError, "libnextn_kernels.so", "12.1", "-DNEXTN_ARCHITECTURES=121-real")
-
-
-def test_engine_that_does_not_load(gpu: FakeGpu, folder: Path) -> None:
-    gpu.module.reason = "Serialization assertion failed"
-    refused(folder, EngineError, "trunk.engine", "Serialization assertion failed", "engines.build")
-
-
-@pytest.mark.parametrize("damage", ["content", "size", "missing"])
-def test_damaged_engine(gpu: FakeGpu, folder: Path, damage: str) -> None:
-    path = folder / "draft.engine"
-    path.unlink() if damage == "missing" else path.write_bytes(b"dra" if damage == "size" else b"drafT")
-    refused(folder, EngineError, "draft.engine", "engines.build")
-
-
-def test_no_engines(gpu: FakeGpu, folder: Path) -> None:
-    (folder / ENGINES_NAME).unlink()
-    refused(folder, EngineError, ENGINES_NAME, "engines.build")
-
-
-def test_engines_of_another_model(gpu: FakeGpu, folder: Path) -> None:
-    write_engines(folder, replace(toy_manifest(), content_key="another"))
-    refused(folder, EngineError, "another model", "engines.build")
-
-
-def test_engines_of_another_version(gpu: FakeGpu, folder: Path) -> None:
-    gpu.version = "1.7.1.116"
-    refused(folder, EngineError, "tensorrt_rtx 1.6.1.120", "tensorrt_rtx 1.7.1.116", "engines.build")
-
-
-def test_engines_of_another_plugin_library(gpu: FakeGpu, folder: Path) -> None:
-    gpu.digest = "new"
-    refused(folder, EngineError, "libnextn_plugins.so", "engines.build")
-
-
-def test_plugin_library_missing(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr("plugins.load.LIBRARY_PLACES", (folder / "libnextn_plugins.so",))
-    monkeypatch.setattr("runtime.engine_tensorrt.tensorrt", lambda: _trt())
-    refused(folder, EngineError, "libnextn_plugins.so", "cmake")
-
-
-def _trt() -> object:
-    from plugins.load import TensorRT
-
-    return TensorRT(None, "tensorrt_rtx", "1.6.1.120")
-
-
-def test_too_little_memory_is_said_before_any_is_taken(gpu: FakeGpu, folder: Path) -> None:
-    gpu.cuda.free = 1 << 20
-    message = refused(folder, ResourceError, "weights", "KV caches", "recurrent states", "activations", "--context")
-    assert "1.0 MB of 17.18 GB are free" in message
-    assert sum(gpu.cuda.allocated.values()) < 4096
-
-
-def test_memory_runs_out_all_the_same(gpu: FakeGpu, folder: Path) -> None:
-    gpu.cuda.errors["cudaHostAlloc"] = 2
-    refused(folder, ResourceError, "out of GPU memory")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"context_size": CONTEXT + 1}, (f"--ctx-size {CONTEXT + 1}", f"{CONTEXT} tokens", "--context")),
-        ({"max_rows": MAX_ROWS + 1}, (f"--spec-draft-n-max {MAX_ROWS}", f"{MAX_ROWS - 1} drafts", "--max-draft")),
-    ],
-)
-def test_more_than_the_engines_take(gpu: FakeGpu, folder: Path, sizes: dict[str, int], words: tuple[str, ...]) -> None:
-    refused(folder, UsageError, *words, **sizes)
-
-
-def test_weights_file_too_short(gpu: FakeGpu, folder: Path) -> None:
-    (folder / "model.gguf").write_bytes(b"short")
-    refused(folder, EngineError, "model.gguf", "5 bytes", "204")
-    (folder / "model.gguf").unlink()
-    refused(folder, EngineError, "model.gguf", "No such file")
-
-
-def test_shapes_outside_the_profile(engines: Engines) -> None:
-    trunk, _ = engines
-    with pytest.raises(
-        EngineError, match="7 tokens with 1 rows of logits is outside profile decode, which takes 1 to 6 tokens"
-    ):
-        trunk._session.enqueue("decode", MAX_ROWS + 1, 1, {})
-
-
 @pytest.mark.parametrize("fault", ["trunk", "draft"])
 def test_logits_that_are_none(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Named with the place they would have chosen a token for; the device only says that there are some."""
     name = {"trunk": "logits_of", "draft": "twisted"}[fault]
     poisoned: Callable[[int], np.ndarray] = lambda state: np.full_like(logits_of(state), np.nan)  # noqa: E731
-    monkeypatch.setattr(f"tests.runtime.fake_tensorrt.{name}", poisoned)
+    monkeypatch.setattr(f"tests.runtime.fake_passes.{name}", poisoned)
     with pytest.raises(NumericError, match=f"position {CHUNK if fault == 'trunk' else len(PROMPT) + 1}"):
         run(*engines, GREEDY, 2)
 
