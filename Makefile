@@ -9,7 +9,7 @@ TENSORRT ?= tensorrt-rtx-cu13
 PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-gpu lint format export check bench clean
+.PHONY: setup demo test plugins engines test-gpu lint format export check bench clean
 
 setup: $(VENV)/.installed
 
@@ -29,15 +29,20 @@ demo: setup  ## Generate with multi-token prediction from the tiny model.
 test: $(VENV)/.installed-test  ## All tests that need no GPU.
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-$(VENV)/.installed-gpu: $(VENV)/.installed-test
+$(VENV)/.installed-tensorrt: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[tensorrt]' '$(TENSORRT)'
 	touch $@
+
+plugins: build/plugins/libnextn_plugins.so
 
 build/plugins/libnextn_plugins.so: $(wildcard plugins/CMakeLists.txt plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
 	cmake -S plugins -B build/plugins
 	cmake --build build/plugins --parallel
 
-test-gpu: $(VENV)/.installed-gpu build/plugins/libnextn_plugins.so  ## Kernels and engines; fails without an NVIDIA GPU.
+engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT engines; needs no GPU.
+	$(BIN)/python -m engines.build $(MODEL) -o $(OUT)
+
+test-gpu: $(VENV)/.installed-test $(VENV)/.installed-tensorrt plugins  ## Kernels and engines; fails without an NVIDIA GPU.
 	$(BIN)/python -m pytest -m gpu --require-gpu $(PYTEST_FLAGS)
 
 lint: $(VENV)/.installed-test
