@@ -114,15 +114,17 @@ class EngineLoader:
     def context(self, engine: Any, path: Path) -> Any:
         """An execution context whose memory is ours."""
         module = self._trt.module
-        config = engine.create_runtime_config()
-        config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
+        how = module.ExecutionContextAllocationStrategy.USER_MANAGED
         if hasattr(module, "DynamicShapesKernelSpecializationStrategy"):
+            config = engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(how)
             # TensorRT-RTX compiles kernels for shapes as it meets them. One kernel for all shapes leaves nothing to
             # compile while a pass is being recorded, and rounds a token alike in passes of any size.
             specialization = module.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = specialization.NONE
+            how = config
         with messages() as log:
-            context = engine.create_execution_context(config)
+            context = engine.create_execution_context(how)
             if context is None:
                 raise self.error(f"{path}: no execution context", log)
         return context

@@ -108,8 +108,9 @@ class FakeEngine:
     def create_runtime_config(self) -> SimpleNamespace:
         return SimpleNamespace(set_execution_context_allocation_strategy=lambda strategy: None)
 
-    def create_execution_context(self, config: SimpleNamespace) -> FakeContext:
-        assert config.dynamic_shapes_kernel_specialization_strategy == "none"
+    def create_execution_context(self, how: SimpleNamespace | str) -> FakeContext:
+        """how: a runtime configuration, or, for the TensorRT without those, where the memory comes from."""
+        assert how == "ours" or how.dynamic_shapes_kernel_specialization_strategy == "none"
         return FakeContext(self.fake, self.spec)
 
 

@@ -18,7 +18,7 @@ from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_trunk import TensorrtTrunk
 from tests.runtime.fake_engines import START_STATE, ToyHead, ToyTrunk, logits_of, next_state, plain_decode
 from tests.runtime.fake_passes import CHUNK, CONTEXT, MAX_ROWS, twisted
-from tests.runtime.fake_tensorrt import FakeGpu, install, toy_manifest, write_engines
+from tests.runtime.fake_tensorrt import FakeGpu, FakeModule, install, toy_manifest, write_engines
 
 PROMPT = [5, 3, 8, 1, 9, 2, 7, 7, 4, 0, 11, 6, 2, 2, 12, 3, 1, 10, 5, 5, 4]
 GREEDY = ParamsSampler(SamplingParams())
@@ -155,6 +155,13 @@ def test_without_a_draft_engine(gpu: FakeGpu, folder: Path) -> None:
     trunk, draft = open_engines(folder, toy_manifest(), context_size=CONTEXT, max_rows=1, draft=False)
     assert draft is None and trunk.max_rows == 1
     assert run(trunk, None, GREEDY, 0)[0] == plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)[0]
+
+
+def test_on_full_tensorrt(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which compiles no kernels at run time, and so has no configuration for that."""
+    monkeypatch.delattr(FakeModule, "DynamicShapesKernelSpecializationStrategy")
+    engines = open_engines(folder, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
+    assert run(*engines, GREEDY, 2)[0] == plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)[0]
 
 
 def test_memory_goes_back(gpu: FakeGpu, folder: Path) -> None:
