@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.errors import ResourceError, UsageError
-from engines.manifest import MANIFEST_NAME, Geometry, Manifest
+from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
 from export.gguf_file import GGUFFile, GGUFTensor
@@ -82,6 +83,7 @@ def _write_all(
         geometry=_geometry(config),
         tokenizer=tokenizer,
         files={role: (name, (part / name).stat().st_size) for role, name in files.items()},
+        digests={role: file_digest(part / name) for role, name in files.items()},
         notes=tuple(notes),
     )
     manifest.save(part)
@@ -179,9 +181,22 @@ def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _swap(part: Path, folder: Path) -> None:
-    """Put ``part`` in the place of ``folder``."""
+    """Put ``part`` in the place of ``folder``; into it, manifest last, where it cannot be moved (a mount point)."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     if folder.exists():
-        os.replace(folder, old)
+        try:
+            os.replace(folder, old)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EXDEV):
+                raise
+            _refill(part, folder)
+            return
     os.replace(part, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _refill(part: Path, folder: Path) -> None:
+    """Replace the export inside ``folder`` file by file; without a manifest it is none in between."""
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    for path in sorted(part.iterdir(), key=lambda each: each.name == MANIFEST_NAME):
+        shutil.move(path, folder / path.name)

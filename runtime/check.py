@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _check_numbers(options)
     params = SamplingParams(temperature=options.temp, seed=options.seed).resolved()
-    spec = SpecOptions("draft-mtp", options.draft_n)
+    spec = SpecOptions("draft-mtp", options.spec_draft_n_max)
     spec.validate()
     session = open_session(
         exported_folder(options.model, draft=True, cache_dir=options.cache_dir),
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report.of([compare(session, prompt, params, options.predict) for prompt in prompts])
     failures = report.failures(options.min_acceptance)
     if options.json:
-        about = {"passed": not failures, "backend": session.backend, "draft_n": options.draft_n}
+        about = {"passed": not failures, "backend": session.backend, "draft_n": options.spec_draft_n_max}
         print(json.dumps({**about, "temperature": params.temperature, "seed": params.seed, **report.as_dict()}))
     else:
         print(_table(session, report, options))
@@ -74,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         "-n", "--predict", type=int, default=128, metavar="N", help="tokens a prompt (default: %(default)s)"
     )
     group.add_argument(
-        "--draft-n", type=int, default=DRAFT_N_DEFAULT, metavar="N", help="drafts a round (default: %(default)s)"
+        "--spec-draft-n-max",
+        type=int,
+        default=DRAFT_N_DEFAULT,
+        metavar="N",
+        help="drafts a round (default: %(default)s)",
     )
     group.add_argument(
         "--temp", type=float, default=0.0, metavar="T", help="temperature of the compared texts (default: 0)"
@@ -93,7 +97,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for flag, value in (
         ("--n-prompts", options.n_prompts),
         ("--prompt-length", options.prompt_length),
-        ("--draft-n", options.draft_n),
+        ("--spec-draft-n-max", options.spec_draft_n_max),
     ):
         if value < 1:
             raise UsageError(f"{flag} {value}: wanted 1 or more")
@@ -143,7 +147,7 @@ def _table(session: Session, report: Report, options: argparse.Namespace) -> str
     ]
     head = (
         f"{session.manifest.model_name} on {session.backend}: {len(report.results)} prompts,"
-        f" {options.predict} tokens each, draft_n {options.draft_n}, temperature {options.temp:g}"
+        f" {options.predict} tokens each, draft_n {options.spec_draft_n_max}, temperature {options.temp:g}"
     )
     return "\n".join([head, *(f"  {name:<20}{value:>8}   {note}" for name, value, note in rows)])
 

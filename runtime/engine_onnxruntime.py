@@ -19,22 +19,16 @@ from runtime.engine import Pass, Sampler
 from runtime.onnx_session import KvCache, check_version, load_session, run_session
 
 PREFILL_CHUNK = 256
-SMALL_MODEL_BYTES = 64 << 20
 
 
 def open_engines(
     folder: Path, manifest: Manifest, *, context_size: int, threads: int = 0, max_rows: int = 4, draft: bool = True
 ) -> tuple[OnnxTrunkEngine, OnnxDraftEngine | None]:
-    """Load an exported folder. max_rows: draft_n of the longest round + 1.
-
-    threads 0: one per core; one alone for a model so small that handing its work out costs as much as doing it (and on
-    busy cores, where the others wait for each other, several times more).
+    """Load an exported folder. threads 0: one per core. max_rows: draft_n of the longest round + 1.
 
     Raises EngineError (ONNX Runtime too old, damaged export) or ResourceError (memory)."""
     check_version(ort.__version__)
     geometry = manifest.geometry
-    if threads == 0 and manifest.file(folder, "weights").stat().st_size < SMALL_MODEL_BYTES:
-        threads = 1
     trunk_session = load_session(manifest.file(folder, "trunk"), threads)
     replay_session = load_session(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
     trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
@@ -186,7 +180,8 @@ class OnnxTrunkEngine:
         run_session(self._session, binding)
         self._conv_rows = [arrays[f"blk.{layer}.conv_rows"] for layer in self._geometry.gdn_layers]
         self.logits = arrays["logits"]
-        choices = self._sampler(self.logits, self._position + rows + 1)
+        with self._cache.scrubbed_on_error():
+            choices = self._sampler(self.logits, self._position + rows + 1)
         return Pass(np.asarray(choices, np.int64), arrays["hidden.out"].copy())
 
 
@@ -223,7 +218,8 @@ class OnnxDraftEngine:
         for _ in range(n):
             hidden = self._step(tokens, hidden, position)
             position += len(tokens)
-            tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
+            with self._cache.scrubbed_on_error():
+                tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
             drafted.append(tokens[0])
         return np.array(drafted, np.int64)
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
-from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
+from engines.manifest import MANIFEST_NAME, load_manifest
 
 CACHE_NAME = "nextn-trt"
 
@@ -101,9 +101,7 @@ def _is_whole(folder: Path) -> bool:
     if not (folder / MANIFEST_NAME).is_file():
         return False
     try:
-        manifest: Manifest = load_manifest(folder)
-        for role in manifest.files:
-            manifest.file(folder, role)
+        load_manifest(folder).verify(folder)
     except EngineError:
         return False
     return True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from engines.errors import EngineError, ResourceError
+from engines.errors import EngineError, NumericError, ResourceError
 from engines.manifest import Geometry
 
 # Softmax, and the product with the values, must sum a key's share the same way whatever the cache length is. With
@@ -78,6 +79,16 @@ class KvCache:
             self.values[name] = ort.OrtValue.ortvalue_from_numpy(grown)
         self.length = wanted
         return True
+
+    @contextlib.contextmanager
+    def scrubbed_on_error(self) -> Iterator[None]:
+        """Clear the cache when a NumericError passes: a NaN in a dead row would reach the next sequence (0 * NaN)."""
+        try:
+            yield
+        except NumericError:
+            for buffer in self.buffers.values():
+                buffer[:] = 0
+            raise
 
     def bind(self, binding: Any) -> None:
         """Bind every cache as input and, in place, as output."""

@@ -111,8 +111,7 @@ def open_session(
     if not 0 <= threads <= cores:  # more than cores only wait for each other
         raise UsageError(f"--threads {threads}: wanted 1 to {cores}, the cores of this machine, or 0 for one per core")
     manifest = load_manifest(folder)
-    for role in manifest.files:  # better said here than by a library in the middle of loading
-        manifest.file(folder, role)
+    manifest.verify(folder)
     _check_context_size(context_size, manifest)
     if spec.spec_type == "draft-mtp" and not manifest.has_draft:
         raise UsageError(f"{manifest.model_name} has no NextN draft head; use --spec-type none or auto")

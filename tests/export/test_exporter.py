@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import onnx
 import pytest
 
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
-from engines.manifest import MANIFEST_NAME, load_manifest
+from engines.manifest import MANIFEST_NAME, file_digest, load_manifest
 from export import exporter, weights
 from export.exporter import export_model
 from export.gguf_file import GGUFFile
@@ -82,6 +84,55 @@ def test_a_failed_export_keeps_the_old_one(tiny: Tiny, tmp_path: Path, monkeypat
         export_model(tiny("mixed_types"), target)
     assert _contents(target) == before
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_damage_that_keeps_the_size_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    manifest = export_model(tiny("agreeing"), folder)
+    manifest.verify(folder)
+    for role, (name, size) in manifest.files.items():
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: size // 2] + bytes([whole[size // 2] ^ 1]) + whole[size // 2 + 1 :])
+        with pytest.raises(EngineError, match=f"{name}.*damaged"):
+            manifest.verify(folder)
+        (folder / name).write_bytes(whole)
+        assert role in manifest.digests
+
+
+def test_digest_of_a_large_file_samples_all_of_it(tmp_path: Path) -> None:
+    """1 GiB, sparse: a swapped stretch of 8 MiB anywhere, or another size, gives another digest."""
+    path, size = tmp_path / "large", 1 << 30
+    with open(path, "wb") as file:
+        file.truncate(size)
+    before = file_digest(path)
+    for offset in (0, size // 3, size - (8 << 20)):
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(b"\1" * (8 << 20))
+        assert file_digest(path) != before
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(bytes(8 << 20))
+        assert file_digest(path) == before
+    with open(path, "ab") as file:
+        file.truncate(size + 1)
+    assert file_digest(path) != before
+
+
+def test_a_mount_point_is_filled_in_place(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mounted"
+    export_model(tiny("agreeing"), folder)
+    rename = os.replace
+
+    def busy(source: Path, target: Path) -> None:
+        if Path(source) == folder:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(exporter.os, "replace", busy)
+    export_model(tiny("mixed_types"), folder)
+    load_manifest(folder).verify(folder)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_folder_that_is_no_export_is_not_replaced(tiny: Tiny, tmp_path: Path) -> None:

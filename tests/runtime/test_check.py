@@ -33,7 +33,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
 # ---------------------------------------------------------------- the command
 @pytest.mark.parametrize(("draft_n", "temperature"), [(1, 0), (3, 0), (4, 0.8)])
 def test_a_sound_model_passes(check: Callable[..., Outcome], draft_n: int, temperature: float) -> None:
-    report = check(TRAINED_MODEL, *SHORT, "--draft-n", draft_n, "--temp", temperature, "--json").json
+    report = check(TRAINED_MODEL, *SHORT, "--spec-draft-n-max", draft_n, "--temp", temperature, "--json").json
     assert (report["passed"], report["spec_agree"], report["first_differences"]) == (True, 1.0, [None, None])
     assert (report["draft_n"], report["temperature"], report["backend"]) == (draft_n, temperature, "onnxruntime")
     assert report["draft_top1"] > 0.4
@@ -110,8 +110,8 @@ def test_a_broken_head_shows_only_in_the_acceptance(
     [
         (("--n-prompts", 0), "--n-prompts"),
         (("--prompt-length", 0), "--prompt-length"),
-        (("--draft-n", 0), "--draft-n"),
-        (("--draft-n", 10**6), "1000000"),
+        (("--spec-draft-n-max", 0), "--spec-draft-n-max"),
+        (("--spec-draft-n-max", 10**6), "1000000"),
         (("-n", 2), "--predict"),
         (("-c", 32), "a context of 32"),
         (("-c", 34, "--n-prompts", 1), "wanted room for 3"),

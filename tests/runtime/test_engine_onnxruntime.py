@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.errors import EngineError
+from engines.errors import EngineError, NumericError
 from engines.manifest import load_manifest
 from runtime.engine_onnxruntime import open_engines
 from runtime.onnx_session import CACHE_STEP, check_version
+from runtime.sampling import SamplingParams, choose
 from tests import compare
 from tests.exported import Exported, append, greedy, prefill, shifted, trunk_rows
 from tests.model_checks import check_logits, check_rollback, check_rows_agree, check_state, oracle_rows, token_ids
@@ -133,6 +134,26 @@ def test_head_takes_rows_in_any_split(exported: Export, name: str) -> None:
     for drafts, logits, following in results[1:]:
         assert (drafts, following) == (results[0][0], results[0][2])
         compare.assert_close(logits, results[0][1], what="logits of the third draft", max_abs=compare.LOGITS_MAX_ABS)
+
+
+def test_nan_in_one_sequence_does_not_reach_the_next(exported: Export) -> None:
+    """Dead cache rows count as zero times their value, which is NaN when they hold one."""
+    trunk = exported("f32").trunk()
+    ids = token_ids(320, 12)
+    prefill(trunk, ids)
+    want = trunk.logits.copy()
+
+    def sampler(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return choose(logits, positions, SamplingParams())
+
+    trunk.start(sampler)
+    trunk.prefill(ids)
+    for buffer in trunk._cache.buffers.values():
+        buffer[:, :, len(ids) - 1] = np.nan
+    with pytest.raises(NumericError, match=str(len(ids) + 1)):
+        trunk.verify(ids[:1])
+    prefill(trunk, ids)
+    assert np.array_equal(trunk.logits, want)
 
 
 def test_old_runtime_is_refused() -> None:
