@@ -255,12 +255,8 @@ class _Lowering:
             self.graph.nodes.append(gs.Node(op, output.name, inputs=inputs, outputs=[output]))
 
     def _rows(self, node: gs.Node, count: int) -> gs.Tensor:
-        """The first ``count`` inputs of a node side by side."""
-        parts = list(node.inputs[:count])
-        wide, _ = self._wide.get(tuple(tensor.name for tensor in parts), (None, ()))
-        if wide is None:
-            wide = gs.Variable(f"{node.name}/rows", np.float32)
-            self.graph.nodes.append(gs.Node("Concat", wide.name, {"axis": 1}, parts, [wide]))
+        """The first ``count`` inputs of a node side by side: products of one input, so one plugin node makes them."""
+        wide, _ = self._wide[tuple(tensor.name for tensor in node.inputs[:count])]
         node.inputs.clear()
         return wide
 
