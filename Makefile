@@ -7,6 +7,9 @@ OUT ?= engines/built/$(basename $(notdir $(MODEL)))
 # On compute capability 9.0 (H100, H200): TENSORRT=tensorrt-rtx-cu13==1.6.1.120
 TENSORRT ?= tensorrt-rtx-cu13
 PYTEST_FLAGS ?=
+ARCHITECTURES ?= 80-real;86-real;89-real;90-real;120-real;120-virtual
+NVCC := $(shell command -v nvcc)
+CUDA_PIP := $(CURDIR)/build/cuda/nvidia/cu13
 BIN := $(VENV)/bin
 
 .PHONY: setup demo test plugins engines test-gpu lint format export check bench clean
@@ -35,9 +38,18 @@ $(VENV)/.installed-tensorrt: $(VENV)/.installed
 
 plugins: build/plugins/libnextn_plugins.so
 
-build/plugins/libnextn_plugins.so: $(wildcard plugins/CMakeLists.txt plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
-	cmake -S plugins -B build/plugins
-	cmake --build build/plugins --parallel
+build/plugins/libnextn_plugins.so: $(if $(NVCC),,build/cuda/.installed) $(wildcard plugins/CMakeLists.txt plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
+	$(if $(NVCC),,CUDACXX=$(CUDA_PIP)/bin/nvcc) cmake -S plugins -B build/plugins \
+	  -DNEXTN_ARCHITECTURES="$(ARCHITECTURES)" $(if $(NVCC),,-DCUDAToolkit_ROOT=$(CUDA_PIP))
+	cmake --build build/plugins --parallel 2
+
+# A machine without a CUDA compiler gets the one of the pip packages, which lack two links that CMake looks for.
+build/cuda/.installed:
+	$(PYTHON) -m pip install --quiet --target build/cuda nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
+	  nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
+	ln -sfn lib $(CUDA_PIP)/lib64
+	ln -sfn libcudart.so.13 $(CUDA_PIP)/lib/libcudart.so
+	touch $@
 
 engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT engines; needs no GPU.
 	$(BIN)/python -m engines.build $(MODEL) -o $(OUT)
