@@ -93,7 +93,7 @@ def draft_is_missing(file: GGUFFile, layer: int, detail: str) -> ModelFileError:
     return ModelFileError(
         "content",
         f"{file.path}: promises a NextN draft head (nextn_predict_layers 1), but its block blk.{layer} is missing "
-        f"({detail}); use --spec-type none to go on without drafting, or a file that has it",
+        f"({detail}); use --spec-type none (python -m export: --no-draft) to go on without drafting, or a whole file",
     )
 
 

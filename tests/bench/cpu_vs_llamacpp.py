@@ -70,7 +70,7 @@ def measure(model: Path, folder: Path, rounds: int, n_tokens: int, threads: int)
     if importlib.util.find_spec("llama_cpp_py_sync"):
         contestants["llama.cpp"] = llama_cpp(model, threads)
     else:
-        print("llama.cpp is not installed (pip install '.[peer]'): no comparison with it")
+        print("llama.cpp is not installed (pip install '.[test]'): no comparison with it")
     prompts = [session.tokenizer.encode(text)[:64] for text in json.loads(PROMPTS.read_text())]
     for run in contestants.values():
         run(prompts[0], 16)  # first passes allocate
