@@ -168,11 +168,18 @@ class Graph(Body):
             self.initializers[weight.name] = weight.external_tensor()
         return weight.name
 
-    def call(self, function: Function, inputs: Sequence[str], name: str = "", **attributes: Any) -> Any:
-        """Call a local function, adding its body to the model."""
+    def call(
+        self,
+        function: Function,
+        inputs: Sequence[str],
+        name: str = "",
+        outputs: Sequence[str] | None = None,
+        **attributes: Any,
+    ) -> Any:
+        """Call a local function, adding its body to the model. ``outputs``: names to give, else by the node's name."""
         self.functions.setdefault(function.name, function)
         op_type = f"{FUNCTION_DOMAIN}::{function.name}"
-        return self.op(op_type, inputs, name or function.name, len(function.outputs), **attributes)
+        return self.op(op_type, inputs, name or function.name, outputs or len(function.outputs), **attributes)
 
     def model(self, producer: str = "nextn-trt export") -> onnx.ModelProto:
         """The model as it stands, unchecked."""

@@ -122,10 +122,9 @@ class Layers:
         function = functions.gated_attention(config, self.config.rope.dim, self.config.rms_eps)
         inputs = [self.linear(x, leaf, layer) for leaf in ("attn_q", "attn_k", "attn_v")]
         norms = [self._vector(leaf, layer) for leaf in ("attn_q_norm", "attn_k_norm")]
-        self.graph.functions.setdefault(function.name, function)
         outputs = [self.graph.unique("attention"), *(f"{cache}.out" for cache in caches)]
-        mixed, *new_caches = self.graph.op(
-            "nextn::GatedAttention", [*inputs, positions, *shared, *caches, *norms], "attention", outputs
+        mixed, *new_caches = self.graph.call(
+            function, [*inputs, positions, *shared, *caches, *norms], "attention", outputs
         )
         for cache in new_caches:
             self.graph.output(cache, FLOAT, [1, config.num_kv_heads, "L", config.head_dim])
@@ -144,7 +143,6 @@ class Layers:
             *(self._vector(leaf, layer) for leaf in ("ssm_a", "ssm_dt", "ssm_norm")),
         ]
         function = functions.gated_delta_net(gdn, self.config.rms_eps)
-        self.graph.functions.setdefault(function.name, function)
         shapes: dict[str, list[int | str]] = {
             "conv_rows": [1, "conv_T", gdn.conv_dim],
             "key": [1, "T", heads * dim],
@@ -154,7 +152,7 @@ class Layers:
             "state.out": state_shape,
         }
         outputs = [self.graph.unique("gdn"), *(prefix + leaf for leaf in shapes)]
-        mixed, *_ = self.graph.op("nextn::GatedDeltaNet", [*rows, conv, state, *weights], "gdn", outputs)
+        mixed, *_ = self.graph.call(function, [*rows, conv, state, *weights], "gdn", outputs)
         for leaf, shape in shapes.items():
             self.graph.output(prefix + leaf, FLOAT, shape)
         self.graph.declare(mixed, FLOAT, ["T", gdn.value_dim])

@@ -72,7 +72,6 @@ def replay_graph(config: ModelConfig) -> Graph:
         inputs = [graph.input(prefix + "state", FLOAT, [1, heads, dim, dim])]
         for leaf, width in (("key", heads * dim), ("value", heads * dim), ("decay", heads), ("rate", heads)):
             inputs.append(graph.input(prefix + leaf, FLOAT, [1, "T", width]))
-        graph.functions.setdefault(function.name, function)
-        graph.op("nextn::ReplayGatedDelta", inputs, prefix + "replay", [prefix + "state.out"])
+        graph.call(function, inputs, prefix + "replay", [prefix + "state.out"])
         graph.output(prefix + "state.out", FLOAT, [1, heads, dim, dim])
     return graph
