@@ -71,6 +71,7 @@ class _Lowering:
         self.tokens.dtype = by_name["rows"].dtype = np.dtype(np.int32)
         self.position = gs.Variable("position", np.int32, (1,))
         self.slot = gs.Variable("slot", np.int32, (1,))
+        self.rope = gs.Variable("rope.tables", np.float32, (2, "T", self.config.rope.dim // 2))
         for group in find_groups(self.graph, self.store.raw):
             self._matmul(group)
         for node in [node for node in self.graph.nodes if node.op == "Concat"]:
@@ -197,10 +198,9 @@ class _Lowering:
     def _rope_tables(self, node: gs.Node) -> None:
         inv_freq, factor = (tensor.values for tensor in node.inputs[1:])
         bits = gs.Constant("rope.inv_freq_bits", np.ascontiguousarray(inv_freq, np.float64).view(np.int64))
-        for tensor in node.outputs:
-            tensor.dtype, tensor.shape = np.dtype(np.float32), ("T", len(inv_freq))
+        node.outputs.clear()
         inputs = [self.tokens, self.position, bits]
-        self._plugin(ops.ROPE_TABLES, node.name, inputs, list(node.outputs), [node.name], factor=float(factor.item()))
+        self._plugin(ops.ROPE_TABLES, node.name, inputs, [self.rope], [node.name], factor=float(factor.item()))
 
     def _gated_delta_net(self, node: gs.Node) -> None:
         gdn, prefix = self.config.gdn, node.name.split("/")[0]
@@ -223,7 +223,6 @@ class _Lowering:
 
     def _gated_attention(self, node: gs.Node) -> None:
         attention, prefix = self.config.attention, node.name.split("/")[0]
-        cos, sin = node.inputs[5:7]
         norms = np.stack([self.store.vectors[tensor.name] for tensor in node.inputs[9:11]])
         shape = (2, "L", attention.num_kv_heads, attention.head_dim)
         cache = self._state_pair(f"{prefix}.cache", np.float16, shape)
@@ -232,7 +231,7 @@ class _Lowering:
         self._plugin(
             ops.GATED_ATTENTION,
             node.name,
-            [rows, self.position, cos, sin, gs.Constant(f"{prefix}.attn_norms", norms), cache[0]],
+            [rows, self.position, self.rope, gs.Constant(f"{prefix}.attn_norms", norms), cache[0]],
             [y, cache[1]],
             [node.name],
             heads=attention.num_heads,

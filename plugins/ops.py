@@ -136,7 +136,7 @@ ROPE_TABLES = Op(
         Tensor("position", "int32", "[1]", "of the first token"),
         Tensor("inv_freq", "int64", "[R / 2]", "the bits of float64 numbers"),
     ),
-    outputs=(Tensor("cos", "float32", "[T, R / 2]"), Tensor("sin", "float32", "[T, R / 2]")),
+    outputs=(Tensor("tables", "float32", "[2, T, R / 2]", "cos, sin"),),
     attributes=(Attribute("factor", "float"),),
     refuses=(),
 )
@@ -174,8 +174,7 @@ GATED_ATTENTION = Op(
     inputs=(
         Tensor("rows", "float32", "[T, 2 H D + 2 KV D]", "per query head: query, gate; then keys; then values"),
         Tensor("position", "int32", "[1]", "of the first token; equals the cache rows in use"),
-        Tensor("cos", "float32", "[T, R / 2]"),
-        Tensor("sin", "float32", "[T, R / 2]"),
+        Tensor("rope", "float32", "[2, T, R / 2]", "cos, sin"),
         Tensor("norms", "float32", "[2, D]", "of query and key heads"),
         Tensor("cache", "float16", "[2, L, KV, D]", "keys, values"),
     ),

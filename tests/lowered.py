@@ -37,7 +37,7 @@ class Lowered:
                 self.state[node.input[1]] = np.zeros(size)
             elif node.op_type == "GatedAttention":
                 shape = (2, capacity, attributes["kv_heads"], attributes["head_dim"])
-                self.state[node.input[5]] = np.zeros(shape)
+                self.state[node.input[4]] = np.zeros(shape)
 
     def run(self, tokens: list[int], position: int, slot: int, **inputs: np.ndarray) -> dict[str, np.ndarray]:
         """One pass; its outputs by name. All rows get logits. State is carried on."""
@@ -113,7 +113,7 @@ def _embedding(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
 def _rope_tables(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
     positions = inputs[1][0] + np.arange(len(inputs[0]))
     angles = positions[:, None] * inputs[2].view(np.float64)
-    return [at["factor"] * np.cos(angles), at["factor"] * np.sin(angles)]
+    return [at["factor"] * np.stack([np.cos(angles), np.sin(angles)])]
 
 
 def _slot_sizes(at: Attributes) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def _gated_delta_net(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarra
 
 
 def _gated_attention(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
-    rows, position, cos, sin, norms, cache = inputs
+    rows, position, (cos, sin), norms, cache = inputs
     heads, kv_heads, dim, first = at["heads"], at["kv_heads"], at["head_dim"], int(position[0])
     query_gate, key, value = np.split(rows, np.cumsum([2 * heads * dim, kv_heads * dim]), axis=1)
     # The oracle makes its tables itself; the angles are in the ones given, up to whole turns.

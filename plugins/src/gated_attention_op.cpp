@@ -5,7 +5,7 @@
 namespace nextn {
 namespace {
 
-constexpr int32_t kIN_ROWS = 0, kIN_POSITION = 1, kIN_COS = 2, kIN_SIN = 3, kIN_NORMS = 4, kIN_CACHE = 5;
+constexpr int32_t kIN_ROWS = 0, kIN_POSITION = 1, kIN_ROPE = 2, kIN_NORMS = 3, kIN_CACHE = 4;
 constexpr int32_t kOUT_Y = 0, kOUT_CACHE = 1;
 
 class GatedAttention final : public Op {
@@ -24,8 +24,7 @@ public:
     }
 
     TensorTypes types() const override {
-        return {{DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT, DataType::kFLOAT, DataType::kFLOAT,
-                 DataType::kHALF},
+        return {{DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT, DataType::kFLOAT, DataType::kHALF},
                 {DataType::kFLOAT, DataType::kHALF}};
     }
 
@@ -33,8 +32,7 @@ public:
         std::string error = shapeMismatch("rows", in[kIN_ROWS], {-1, rowWidth()});
         int64_t const t = in[kIN_ROWS].d[0];
         if (error.empty()) error = shapeMismatch("position", in[kIN_POSITION], {1});
-        if (error.empty()) error = shapeMismatch("cos", in[kIN_COS], {t, mRopeDim / 2});
-        if (error.empty()) error = shapeMismatch("sin", in[kIN_SIN], {t, mRopeDim / 2});
+        if (error.empty()) error = shapeMismatch("rope", in[kIN_ROPE], {2, t, mRopeDim / 2});
         if (error.empty()) error = shapeMismatch("norms", in[kIN_NORMS], {2, mDim});
         return error.empty() ? shapeMismatch("cache", in[kIN_CACHE], {2, -1, mKvHeads, mDim}) : error;
     }
@@ -69,8 +67,8 @@ public:
         p.ld_query = p.ld_kv = rowWidth();
         p.q_norm = norms;
         p.k_norm = norms + mDim;
-        p.cos = static_cast<float const*>(in[kIN_COS]);
-        p.sin = static_cast<float const*>(in[kIN_SIN]);
+        p.cos = static_cast<float const*>(in[kIN_ROPE]);
+        p.sin = p.cos + static_cast<int64_t>(p.t) * mRopeDim / 2;
         p.position = static_cast<int32_t const*>(in[kIN_POSITION]);
         p.key_cache = cache;
         p.value_cache = cache + static_cast<int64_t>(p.capacity) * mKvHeads * mDim;

@@ -5,14 +5,14 @@
 namespace nextn {
 namespace {
 
-constexpr int32_t kIN_TOKENS = 0, kIN_POSITION = 1, kIN_INV_FREQ = 2, kOUT_COS = 0, kOUT_SIN = 1;
+constexpr int32_t kIN_TOKENS = 0, kIN_POSITION = 1, kIN_INV_FREQ = 2, kOUT_TABLES = 0;
 
 class RopeTables final : public Op {
 public:
     explicit RopeTables(Attributes const& a) : mFactor(a.number("factor")) {}
 
     TensorTypes types() const override {
-        return {{DataType::kINT32, DataType::kINT32, DataType::kINT64}, {DataType::kFLOAT, DataType::kFLOAT}};
+        return {{DataType::kINT32, DataType::kINT32, DataType::kINT64}, {DataType::kFLOAT}};
     }
 
     std::string refuse(std::vector<nvinfer1::Dims> const& in) const override {
@@ -21,18 +21,18 @@ public:
         return error.empty() ? shapeMismatch("inv_freq", in[kIN_INV_FREQ], {-1}) : error;
     }
 
-    DimsExprs outputShape(int32_t, DimsExprs const* in, IExprBuilder&) const override {
-        return exprs({in[kIN_TOKENS].d[0], in[kIN_INV_FREQ].d[0]});
+    DimsExprs outputShape(int32_t, DimsExprs const* in, IExprBuilder& builder) const override {
+        return exprs({builder.constant(2), in[kIN_TOKENS].d[0], in[kIN_INV_FREQ].d[0]});
     }
 
     cudaError_t enqueue(PluginTensorDesc const* desc, void const* const* in, void* const* out, void*,
                         cudaStream_t stream) const override {
-        return nextn_rope_rows(static_cast<int32_t const*>(in[kIN_POSITION]),
-                               static_cast<int32_t>(desc[kIN_TOKENS].dims.d[0]),
-                               static_cast<double const*>(in[kIN_INV_FREQ]),
-                               static_cast<int32_t>(desc[kIN_INV_FREQ].dims.d[0]), mFactor,
-                               static_cast<float*>(out[kOUT_COS]), static_cast<float*>(out[kOUT_SIN]), kLAUNCH_FLAGS,
-                               stream);
+        auto const tokens = static_cast<int32_t>(desc[kIN_TOKENS].dims.d[0]);
+        auto const pairs = static_cast<int32_t>(desc[kIN_INV_FREQ].dims.d[0]);
+        auto* cos = static_cast<float*>(out[kOUT_TABLES]);
+        return nextn_rope_rows(static_cast<int32_t const*>(in[kIN_POSITION]), tokens,
+                               static_cast<double const*>(in[kIN_INV_FREQ]), pairs, mFactor, cos,
+                               cos + static_cast<int64_t>(tokens) * pairs, kLAUNCH_FLAGS, stream);
     }
 
 private:

@@ -31,7 +31,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
     "KQuantEmbedding": ({"type": 8}, [("T",), (50, 4, 34)], [(-1, 128)]),
     "RmsNorm": ({"epsilon": 1e-6}, [("T", 96), (96,)], [(-1, 96)]),
     "RmsNormPair": ({"epsilon": 1e-6}, [("T", 96), (96,), ("T", 64), (64,)], [(-1, 160)]),
-    "RopeTables": ({"factor": 1.5}, [("T",), (1,), (16,)], [(-1, 16), (-1, 16)]),
+    "RopeTables": ({"factor": 1.5}, [("T",), (1,), (16,)], [(2, -1, 16)]),
     "GatedDeltaNet": (
         {"k_heads": 2, "v_heads": 4, "head_dim": 32, "conv_kernel": 4, "epsilon": 1e-6},
         [("T", 392), (3 * (4096 + 768),), (1,), (256 * 4 + 8 + 32,)],
@@ -39,7 +39,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
     ),
     "GatedAttention": (
         {"heads": 4, "kv_heads": 2, "head_dim": 64, "rope_dim": 32, "epsilon": 1e-6},
-        [("T", 768), (1,), ("T", 16), ("T", 16), (2, 64), (2, 128, 2, 64)],
+        [("T", 768), (1,), (2, "T", 16), (2, 64), (2, 128, 2, 64)],
         [(-1, 256), (2, 128, 2, 64)],
     ),
 }

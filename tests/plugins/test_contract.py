@@ -67,9 +67,9 @@ REFUSED = {
     "rows of another width": changed("GatedDeltaNet", {0: ("T", 391)}),
     "parameters of another size": changed("GatedDeltaNet", {3: (1065,)}),
     "odd rope": changed("GatedAttention", rope_dim=31),
-    "cache of other heads": changed("GatedAttention", {5: (2, 128, 4, 64)}),
-    "tables of other width": changed("GatedAttention", {2: ("T", 8)}),
-    "nine query heads to one": changed("GatedAttention", {0: ("T", 1280), 5: (2, 128, 1, 64)}, heads=9, kv_heads=1),
+    "cache of other heads": changed("GatedAttention", {4: (2, 128, 4, 64)}),
+    "tables of other width": changed("GatedAttention", {2: (2, "T", 8)}),
+    "nine query heads to one": changed("GatedAttention", {0: ("T", 1280), 4: (2, 128, 1, 64)}, heads=9, kv_heads=1),
 }
 
 
