@@ -1,7 +1,9 @@
 """The contract of every custom op, as data: what exporter, plugin library and runtime agree on. A leaf.
 
-T tokens, K and N columns and rows of a matrix, H query heads, HV value heads, D head size, L cache capacity, S slots.
-Activations are float32. A weight is the GGUF's raw rows as int8 [N, K / block, block bytes], of its GGML type.
+T tokens, K and N columns and rows of a matrix, E hidden size, F rows of gate and up, H query heads, HV value heads, D
+head size, C channels of the convolution, L cache capacity, S slots.
+Activations are float32. A weight is the GGUF's raw rows as int8 [N, K / block, block bytes], of its GGML type. A pack is
+several matrices in one tensor, int8 [1, B, 256]: one behind the other, each from the next whole multiple of 256 bytes on.
 An output with an alias is its input's memory: one address is bound to both, and the op writes in place.
 
 Every op has at most 6 inputs and 2 outputs, the most that TensorRT-RTX 1.6 lets through (see `export.rtx16_dialect`).
@@ -18,6 +20,11 @@ MAX_OUTPUTS = 2
 MAX_MATRICES = 4
 # Passes of at most this many tokens are summed, token by token, in an order that does not depend on their number.
 MAX_DECODE_T = 8
+PACK_BLOCK = 256
+# The matrices in the pack of a layer, in order; W_in of the mixer, its output, the feed-forward network.
+_FFN = ("output", "gate", "up", "down")
+DELTA_NET_MATRICES = ("qkv", "z", "alpha", "beta", *_FFN)
+ATTENTION_MATRICES = ("query and gate", "key", "value", *_FFN)
 
 # GGML type id -> (values, bytes) of a block, of the types that the kernels read.
 BLOCKS: dict[int, tuple[int, int]] = {
@@ -196,6 +203,58 @@ GATED_ATTENTION = Op(
     ),
 )
 
+_LAYER = "a whole decoder layer: r = x + W_output mixer(W_in RMSNorm(x)), y = r + W_down SwiGLU(RMSNorm(r))"
+_LAYER_TYPES = "GGML type id of each matrix"
+_LAYER_REFUSES = (
+    "gate and up of different types; rows that are not whole blocks, or not of a multiple of 4 values",
+    "a pack of another size than its matrices have; types other than those of BLOCKS",
+)
+
+GATED_DELTA_NET_LAYER = Op(
+    "GatedDeltaNetLayer",
+    f"{_LAYER}, mixer as GatedDeltaNet",
+    inputs=(
+        Tensor("x", "float32", "[T, E]"),
+        Tensor("weights", "int8", "[1, B, 256]", f"pack of {', '.join(DELTA_NET_MATRICES)}"),
+        Tensor("parameters", "float32", "[2 E + C kernel + 2 HV + D]", "norm of x, norm of r; then as GatedDeltaNet"),
+        Tensor("slot", "int32", "[1]", "as GatedDeltaNet"),
+        Tensor("pool", "float32", "[S HV D D + S (kernel - 1) C]", "as GatedDeltaNet"),
+    ),
+    outputs=(
+        Tensor("y", "float32", "[T, E]"),
+        Tensor("pool_out", "float32", "as pool", "as GatedDeltaNet", "pool"),
+    ),
+    attributes=(
+        Attribute("types", "ints", _LAYER_TYPES),
+        Attribute("ffn_size", "int", "F"),
+        *GATED_DELTA_NET.attributes,
+    ),
+    refuses=(*_LAYER_REFUSES, *GATED_DELTA_NET.refuses),
+)
+
+GATED_ATTENTION_LAYER = Op(
+    "GatedAttentionLayer",
+    f"{_LAYER}, mixer as GatedAttention",
+    inputs=(
+        Tensor("x", "float32", "[T, E]"),
+        Tensor("weights", "int8", "[1, B, 256]", f"pack of {', '.join(ATTENTION_MATRICES)}"),
+        Tensor("parameters", "float32", "[2 E + 2 D]", "norm of x, norm of r; then norms of query and key heads"),
+        Tensor("position", "int32", "[1]", "as GatedAttention"),
+        Tensor("rope", "float32", "[2, T, R / 2]", "as GatedAttention"),
+        Tensor("cache", "float16", "[2, L, KV, D]", "as GatedAttention"),
+    ),
+    outputs=(
+        Tensor("y", "float32", "[T, E]"),
+        Tensor("cache_out", "float16", "as cache", "as GatedAttention", "cache"),
+    ),
+    attributes=(
+        Attribute("types", "ints", _LAYER_TYPES),
+        Attribute("ffn_size", "int", "F"),
+        *GATED_ATTENTION.attributes,
+    ),
+    refuses=(*_LAYER_REFUSES, *GATED_ATTENTION.refuses),
+)
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -206,5 +265,22 @@ OPS: dict[str, Op] = {
         ROPE_TABLES,
         GATED_DELTA_NET,
         GATED_ATTENTION,
+        GATED_DELTA_NET_LAYER,
+        GATED_ATTENTION_LAYER,
     )
 }
+
+
+def matrix_nbytes(ggml_type: int, rows: int, columns: int) -> int:
+    """Bytes of a matrix whose rows are whole blocks."""
+    values, nbytes = BLOCKS[ggml_type]
+    return rows * columns // values * nbytes
+
+
+def pack_offsets(sizes: list[int]) -> tuple[list[int], int]:
+    """Where matrices of so many bytes lie in a pack, and how many blocks of PACK_BLOCK bytes it has."""
+    offsets, end = [], 0
+    for nbytes in sizes:
+        offsets.append(end)
+        end += -(-nbytes // PACK_BLOCK) * PACK_BLOCK
+    return offsets, end // PACK_BLOCK

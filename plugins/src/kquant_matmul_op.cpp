@@ -98,12 +98,6 @@ private:
     float mEpsilon;
 };
 
-std::unique_ptr<Op> make(Attributes const& attributes, std::string* error) {
-    auto op = std::make_unique<KQuantMatmul>(attributes);
-    *error = op->contradiction();
-    return error->empty() ? std::move(op) : nullptr;
-}
-
 }  // namespace
 
 OpInfo const& kquantMatmulInfo() {
@@ -113,7 +107,7 @@ OpInfo const& kquantMatmulInfo() {
                                  {"has_residual", AttributeKind::kINT},
                                  {"swiglu", AttributeKind::kINT},
                                  {"epsilon", AttributeKind::kFLOAT}},
-                                make};
+                                makeChecked<KQuantMatmul>};
     return info;
 }
 

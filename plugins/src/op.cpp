@@ -5,7 +5,8 @@ namespace nextn {
 std::vector<OpInfo const*> const& allOps() {
     static std::vector<OpInfo const*> const ops = {&kquantMatmulInfo(), &kquantEmbeddingInfo(), &rmsNormInfo(),
                                                    &rmsNormPairInfo(),   &ropeTablesInfo(),
-                                                   &gatedDeltaNetInfo(), &gatedAttentionInfo()};
+                                                   &gatedDeltaNetInfo(), &gatedAttentionInfo(),
+                                                   &gatedDeltaNetLayerInfo(), &gatedAttentionLayerInfo()};
     return ops;
 }
 
@@ -32,6 +33,19 @@ std::string shapeMismatch(char const* input, nvinfer1::Dims const& got, std::vec
     for (size_t i = 0; i < wanted.size(); ++i)
         message += (i ? ", " : "") + (wanted[i] < 0 ? std::string("any") : std::to_string(wanted[i]));
     return message + "]";
+}
+
+size_t tensorBytes(PluginTensorDesc const& tensor) {
+    size_t bytes = 0;
+    switch (tensor.type) {
+        case DataType::kFLOAT:
+        case DataType::kINT32: bytes = 4; break;
+        case DataType::kHALF: bytes = 2; break;
+        case DataType::kINT8: bytes = 1; break;
+        default: return 0;
+    }
+    for (int32_t i = 0; i < tensor.dims.nbDims; ++i) bytes *= tensor.dims.d[i];
+    return bytes;
 }
 
 cudaError_t bringState(void const* input, void* output, size_t bytes, cudaStream_t stream) {

@@ -37,6 +37,9 @@ public:
     virtual int32_t alias(int32_t /*output*/) const { return -1; }
     // Bytes for a call with these inputs; `tokens` overrides T.
     virtual size_t workspace(std::vector<nvinfer1::Dims> const& /*inputs*/, int32_t /*tokens*/) const { return 0; }
+    // Device memory of an execution context's own, zero at first and kept between calls; `useKept` comes before them.
+    virtual size_t keptBytes() const { return 0; }
+    virtual void useKept(void* /*memory*/) {}
     virtual cudaError_t enqueue(PluginTensorDesc const* inputs, void const* const* in, void* const* out,
                                 void* workspace, cudaStream_t stream) const = 0;
 };
@@ -48,6 +51,14 @@ struct OpInfo {
     std::unique_ptr<Op> (*make)(Attributes const& attributes, std::string* error);
 };
 
+// `make` of an op that says itself when its attributes contradict each other.
+template <typename T>
+std::unique_ptr<Op> makeChecked(Attributes const& attributes, std::string* error) {
+    auto op = std::make_unique<T>(attributes);
+    *error = op->contradiction();
+    return error->empty() ? std::move(op) : nullptr;
+}
+
 OpInfo const& kquantMatmulInfo();
 OpInfo const& kquantEmbeddingInfo();
 OpInfo const& rmsNormInfo();
@@ -55,6 +66,8 @@ OpInfo const& rmsNormPairInfo();
 OpInfo const& ropeTablesInfo();
 OpInfo const& gatedDeltaNetInfo();
 OpInfo const& gatedAttentionInfo();
+OpInfo const& gatedDeltaNetLayerInfo();
+OpInfo const& gatedAttentionLayerInfo();
 std::vector<OpInfo const*> const& allOps();
 
 // Values and bytes of a block of a GGML type; {0, 0} for one without kernels.
@@ -65,6 +78,7 @@ BlockSize blockSize(int32_t ggmlType);
 
 // Dimensions must be `wanted`, where -1 on either side fits anything. "" or a message naming the input.
 std::string shapeMismatch(char const* input, nvinfer1::Dims const& got, std::vector<int64_t> const& wanted);
+size_t tensorBytes(PluginTensorDesc const& tensor);
 // Kernels update state in place, in the output. Where a caller bound two addresses, as general tools do, the old state is
 // copied over first; a runtime that cares for speed binds one.
 cudaError_t bringState(void const* input, void* output, size_t bytes, cudaStream_t stream);

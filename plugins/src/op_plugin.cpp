@@ -48,6 +48,28 @@ nvinfer1::IPluginCapability* OpPlugin::getCapabilityInterface(nvinfer1::PluginCa
 
 nvinfer1::IPluginV3* OpPlugin::clone() noexcept { return create(mInfo, mAttributes, mRule); }
 
+void freeDevice(void* memory) noexcept { cudaFree(memory); }
+
+// Here, because enqueue may be captured. The builder comes here too, on machines without a GPU, and dies of a plugin
+// that is refused; so what is missing is only said when the plugin is to run.
+void OpPlugin::takeKept() noexcept {
+    size_t const bytes = mOp->keptBytes();
+    if (!bytes) return;
+    void* memory = nullptr;
+    mKeptStatus = cudaMalloc(&memory, bytes);
+    mKept.reset(memory);
+    if (mKeptStatus == cudaSuccess) mKeptStatus = cudaMemset(memory, 0, bytes);
+    // Passes run on streams that do not wait for the one of the memset.
+    if (mKeptStatus == cudaSuccess) mKeptStatus = cudaStreamSynchronize(nullptr);
+    mOp->useKept(memory);
+}
+
+nvinfer1::IPluginV3* OpPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
+    OpPlugin* attached = create(mInfo, mAttributes, mRule);
+    if (attached) attached->takeKept();
+    return attached;
+}
+
 bool OpPlugin::fits(std::vector<nvinfer1::Dims> const& inputs) const {
     std::string const error = mOp->refuse(inputs);
     if (!error.empty()) report(mInfo.name, error);
@@ -97,7 +119,9 @@ size_t OpPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* in, int32_t nIn
     for (int32_t i = 0; i < numInputs(); ++i) dims.push_back(in[i].max);
     // T is the first input's first dimension in every op; short passes use another plan than long ones.
     auto const tokens = static_cast<int32_t>(dims[0].d[0]);
-    return std::max(mOp->workspace(dims, tokens), mOp->workspace(dims, std::min(tokens, NEXTN_MAX_DECODE_T)));
+    size_t bytes = mOp->workspace(dims, tokens);
+    for (int32_t t = std::min(tokens, NEXTN_MAX_DECODE_T); t > 0; --t) bytes = std::max(bytes, mOp->workspace(dims, t));
+    return bytes;
 }
 
 int32_t OpPlugin::getAliasedInput(int32_t output) noexcept { return output < numOutputs() ? mOp->alias(output) : -1; }
@@ -111,6 +135,10 @@ int32_t OpPlugin::onShapeChange(PluginTensorDesc const* in, int32_t nIn, PluginT
 
 int32_t OpPlugin::enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const*, void const* const* in,
                           void* const* out, void* workspace, cudaStream_t stream) noexcept {
+    if (mKeptStatus != cudaSuccess) {
+        report(mInfo.name, "has no device memory of its own: CUDA error " + std::to_string(mKeptStatus));
+        return mKeptStatus;
+    }
     cudaError_t const status = mOp->enqueue(inDesc, in, out, workspace, stream);
     if (status != cudaSuccess) report(mInfo.name, "launch failed: CUDA error " + std::to_string(status));
     return status;

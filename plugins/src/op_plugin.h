@@ -13,6 +13,8 @@ constexpr char const* kCARRIER = "LinearAttention";
 constexpr char const* kCARRIER_FIELD = "update_rule";
 constexpr int32_t kCARRIER_OUTPUTS = 2;
 
+void freeDevice(void* memory) noexcept;
+
 class OpPlugin final : public nvinfer1::IPluginV3,
                        public nvinfer1::IPluginV3OneCore,
                        public nvinfer1::IPluginV3OneBuildV2,
@@ -45,11 +47,12 @@ public:
                           int32_t nOut) noexcept override;
     int32_t enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const* outDesc, void const* const* in,
                     void* const* out, void* workspace, cudaStream_t stream) noexcept override;
-    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
+    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override;
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
 
 private:
     OpPlugin(OpInfo const& info, Attributes attributes, std::optional<std::string> rule, std::unique_ptr<Op> op);
+    void takeKept() noexcept;
     bool fits(std::vector<nvinfer1::Dims> const& inputs) const;
     int32_t numInputs() const { return static_cast<int32_t>(mTypes.inputs.size()); }
     int32_t numOutputs() const { return static_cast<int32_t>(mTypes.outputs.size()); }
@@ -59,6 +62,8 @@ private:
     std::optional<std::string> mRule;
     std::unique_ptr<Op> mOp;
     TensorTypes mTypes;
+    std::unique_ptr<void, decltype(&freeDevice)> mKept{nullptr, freeDevice};
+    cudaError_t mKeptStatus = cudaSuccess;
     std::vector<nvinfer1::PluginField> mFields;
     nvinfer1::PluginFieldCollection mCollection;
 };

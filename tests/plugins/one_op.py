@@ -42,6 +42,39 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
         [("T", 768), (1,), (2, "T", 16), (2, 64), (2, 128, 2, 64)],
         [(-1, 256), (2, 128, 2, 64)],
     ),
+    # Hidden size 256: qkv [256, 256], z [128, 256], alpha, beta [4, 256], output [256, 128], gate, up [512, 256], down.
+    "GatedDeltaNetLayer": (
+        {
+            "types": [12, 12, 0, 30, 8, 12, 12, 14],
+            "ffn_size": 512,
+            **{"k_heads": 2, "v_heads": 4, "head_dim": 32, "conv_kernel": 4, "epsilon": 1e-6},
+        },
+        [
+            ("T", 256),
+            (1, 144 + 72 + 16 + 8 + 136 + 2 * 288 + 420, 256),
+            (512 + 256 * 4 + 8 + 32,),
+            (1,),
+            (3 * (4096 + 768),),
+        ],
+        [(-1, 256), (3 * (4096 + 768),)],
+    ),
+    # Hidden size 256: query and gate [512, 256], key, value [128, 256], output [256, 256], gate, up [512, 256], down.
+    "GatedAttentionLayer": (
+        {
+            "types": [12, 1, 14, 13, 8, 8, 12],
+            "ffn_size": 512,
+            **{"heads": 4, "kv_heads": 2, "head_dim": 64, "rope_dim": 32, "epsilon": 1e-6},
+        },
+        [
+            ("T", 256),
+            (1, 288 + 256 + 105 + 176 + 2 * 544 + 288, 256),
+            (512 + 128,),
+            (1,),
+            (2, "T", 16),
+            (2, 128, 2, 64),
+        ],
+        [(-1, 256), (2, 128, 2, 64)],
+    ),
 }
 
 

@@ -69,6 +69,18 @@ REFUSED = {
     "odd rope": changed("GatedAttention", rope_dim=31),
     "cache of other heads": changed("GatedAttention", {4: (2, 128, 4, 64)}),
     "tables of other width": changed("GatedAttention", {2: (2, "T", 8)}),
+    "layer of seven types": changed("GatedDeltaNetLayer", types=[12, 12, 0, 30, 8, 12, 12]),
+    "layer of an unknown type": changed("GatedDeltaNetLayer", types=[12, 12, 0, 2, 8, 12, 12, 14]),
+    "gate and up of two types": changed("GatedAttentionLayer", types=[12, 1, 14, 13, 8, 12, 12]),
+    "layer whose rows are not whole blocks": changed("GatedDeltaNetLayer", types=[12, 12, 0, 30, 12, 12, 12, 14]),
+    "pack of another size": changed("GatedDeltaNetLayer", {1: (1, 1371, 256)}),
+    "pack in one row": changed("GatedAttentionLayer", {1: (1, 1, 2201 * 256)}),
+    "feed-forward of no rows": changed("GatedAttentionLayer", ffn_size=0),
+    "layer's parameters of another size": changed("GatedAttentionLayer", {2: (641,)}),
+    "layer with part of a slot": changed("GatedDeltaNetLayer", {4: (3 * (4096 + 768) - 1,)}),
+    "layer's head size": changed("GatedDeltaNetLayer", head_dim=48),
+    "layer's tables of other width": changed("GatedAttentionLayer", {4: (2, "T", 8)}),
+    "layer's cache of other heads": changed("GatedAttentionLayer", {5: (2, 128, 4, 64)}),
     "nine query heads to one": changed("GatedAttention", {0: ("T", 1280), 4: (2, 128, 1, 64)}, heads=9, kv_heads=1),
 }
 
