@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,14 +32,17 @@ from engines.engine_manifest import (
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
 from engines.network import Progress, bindings, build_engine, fix_sizes
+from engines.weight_places import packed, weight_places
+from export.lower_layers import LayerForm, merge_layers
 from export.weight_inputs import external_weights
 from plugins.load import library_digest, load_plugins, prepare_parser, tensorrt
 from plugins.ops import MAX_DECODE_T
 
 ROLES = ("trunk", "draft")
+LOWERINGS = ("layers", "ops")
 DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=512, embed_weights=False)
 # Part of every build key: raise it when the same inputs would give other engines.
-_BUILDER_VERSION = 2
+_BUILDER_VERSION = 3
 
 
 def build_engines(
@@ -69,8 +73,9 @@ def build_engines(
         for role, path in models.items():
             model = onnx.load(str(path), load_external_data=False)
             listing: list[str] | None = [] if layers else None
-            made[role] = _build_role(role, model, path, folder, options, manifest, progress, listing)
-            weights.update(_places(model))
+            form = merge_layers(model, f"{role}.packs") if options.lowering == "layers" else LayerForm(model)
+            made[role] = _build_role(role, form, path, folder, options, manifest, progress, listing)
+            weights.update(weight_places(form))
             if layers and listing is not None:
                 layers(role, listing)
         # Old engines are not described while they are being replaced.
@@ -98,7 +103,7 @@ def build_engines(
 
 def _build_role(
     role: str,
-    model: onnx.ModelProto,
+    form: LayerForm,
     path: Path,
     folder: Path,
     options: EngineOptions,
@@ -106,22 +111,23 @@ def _build_role(
     progress: Progress,
     listing: list[str] | None,
 ) -> Engine:
-    fixed = fix_sizes(model, {"P": pool_size(manifest.geometry, options.max_rows), "L": options.context})
+    fixed = fix_sizes(form.model, {"P": pool_size(manifest.geometry, options.max_rows), "L": options.context})
     profiles = _profiles(role, options)
     inputs, outputs = bindings(fixed)
     file = folder / f"{role}.engine"
-    nbytes, digest = build_engine(
-        tensorrt(),
-        fixed,
-        path,
-        profiles,
-        _part(file),
-        embed_weights=options.embed_weights,
-        progress=lambda phase, fraction: progress(f"{role}: {phase}", fraction),
-        layers=listing,
-    )
-    weights = () if options.embed_weights else tuple(each.name for each in external_weights(model))
-    return Engine(file.name, nbytes, digest, inputs, outputs, profiles, weights)
+    with packed(form, folder) if options.embed_weights else nullcontext():
+        nbytes, digest = build_engine(
+            tensorrt(),
+            fixed,
+            path,
+            profiles,
+            _part(file),
+            embed_weights=options.embed_weights,
+            progress=lambda phase, fraction: progress(f"{role}: {phase}", fraction),
+            layers=listing,
+        )
+    weights = () if options.embed_weights else tuple(each.name for each in external_weights(form.model))
+    return Engine(file.name, nbytes, digest, inputs, outputs, profiles, weights, form.notes)
 
 
 def _profiles(role: str, options: EngineOptions) -> tuple[Profile, ...]:
@@ -144,6 +150,8 @@ def _checked(options: EngineOptions, manifest: Manifest, folder: Path) -> Engine
     ):
         if not low <= value <= high:
             raise UsageError(f"{name} {value}: wanted {low} to {high}")
+    if options.lowering not in LOWERINGS:
+        raise UsageError(f"--lowering {options.lowering}: wanted {' or '.join(LOWERINGS)}")
     if options.context < options.max_rows:
         raise UsageError(f"--context {options.context}: wanted at least --max-draft + 1 = {options.max_rows}")
     return replace(options, prefill_chunk=min(options.prefill_chunk, options.context))
@@ -169,16 +177,6 @@ def _kept(folder: Path, key: str) -> EngineManifest | None:
     except EngineError:  # not there, or not usable: to be built
         return None
     return manifest if manifest.build_key == key else None
-
-
-def _places(model: onnx.ModelProto) -> dict[str, WeightPlace]:
-    places = {}
-    for tensor in external_weights(model):
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        places[tensor.name] = WeightPlace(
-            entries["location"], int(entries["offset"]), int(entries["length"]), tuple(tensor.dims)
-        )
-    return places
 
 
 def _part(path: Path) -> Path:
@@ -227,6 +225,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--embed-weights", action="store_true", help="put the weights into the engines, for tools that know no inputs"
     )
+    parser.add_argument(
+        "--lowering",
+        choices=LOWERINGS,
+        default=defaults.lowering,
+        help="a plugin a decoder layer, or one per op, to compare inside a layer (default %(default)s)",
+    )
     parser.add_argument("--no-draft", action="store_true", help="with a .gguf: leave the NextN draft head out")
     parser.add_argument(
         "--plugins", type=Path, metavar="LIB.so", help="the plugin library (default: the one built here)"
@@ -238,7 +242,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     given = _parser().parse_args(arguments)
-    options = EngineOptions(given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights)
+    options = EngineOptions(
+        given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights, given.lowering
+    )
 
     def show(role: str, listing: list[str]) -> None:
         for line in listing:
@@ -262,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
     for role, engine in manifest.engines.items():
         state = "built" if built else "up to date"
         print(f"{folder / engine.file}: {role}, {engine.nbytes / 1e6:.1f} MB, {state}")
+        for note in engine.notes:
+            print(f"note: {role}: {note}", file=sys.stderr)
     return 0
 
 

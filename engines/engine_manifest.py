@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,20 @@ from engines.errors import EngineError
 from engines.manifest import Geometry
 
 ENGINES_NAME = "engines.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """What an engine can do. max_rows: tokens of a decode or verify pass, draft_n + 1; context: KV rows;
-    prefill_chunk: tokens of a prefill pass; embed_weights: the weights are inside, not inputs."""
+    prefill_chunk: tokens of a prefill pass; embed_weights: the weights are inside, not inputs; lowering: "layers", a
+    plugin a decoder layer, or "ops"."""
 
     max_rows: int
     context: int
     prefill_chunk: int
     embed_weights: bool
+    lowering: str = "layers"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine file: its size and content hash, its bindings, and the names of the weights it takes as inputs."""
+    """An engine file: its size and content hash, its bindings, the names of the weights it takes as inputs, and which
+    layers are not as the options want them."""
 
     file: str
     nbytes: int
@@ -60,16 +64,31 @@ class Engine:
     outputs: tuple[Binding, ...]
     profiles: tuple[Profile, ...]
     weights: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightPiece:
+    """Bytes of a model's tensor: where they lie, ``file`` in the exported folder, and from which byte of the weight on
+    they belong."""
+
+    tensor: str
+    file: str
+    offset: int
+    nbytes: int
+    at: int
 
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where the bytes of a weight lie, int8 of ``shape``; ``file`` in the exported folder."""
+    """What a weight is made of, int8 of ``shape``. Bytes that no piece fills are never used."""
 
-    file: str
-    offset: int
-    nbytes: int
     shape: tuple[int, ...]
+    pieces: tuple[WeightPiece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,8 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
             options=EngineOptions(**raw["options"]),
             engines={role: _engine(entry) for role, entry in raw["engines"].items()},
             weights={
-                name: WeightPlace(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in raw["weights"].items()
+                name: WeightPlace(tuple(entry["shape"]), tuple(WeightPiece(**piece) for piece in entry["pieces"]))
+                for name, entry in raw["weights"].items()
             },
         )
     except (KeyError, TypeError, AttributeError) as error:
@@ -152,4 +172,5 @@ def _engine(raw: dict[str, Any]) -> Engine:
         outputs=bindings(raw["outputs"]),
         profiles=tuple(Profile(**entry) for entry in raw["profiles"]),
         weights=tuple(raw["weights"]),
+        notes=tuple(raw["notes"]),
     )

@@ -24,7 +24,7 @@ from export.raw_weights import RawMatrix, RawWeightStore
 from export.weight_inputs import weights_as_inputs
 from plugins import ops
 
-_STANDS_FOR = "stands_for"
+STANDS_FOR = "stands_for"
 
 
 def save_lowered(model: onnx.ModelProto, path: Path) -> None:
@@ -110,7 +110,7 @@ class _Lowering:
         model.ir_version = IR_VERSION
         for node in model.graph.node:
             if node.name in self.stands_for:
-                node.metadata_props.add(key=_STANDS_FOR, value=self.stands_for[node.name])
+                node.metadata_props.add(key=STANDS_FOR, value=self.stands_for[node.name])
         return model
 
     def _plugin(

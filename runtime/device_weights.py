@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.engine_manifest import WeightPlace
+from engines.engine_manifest import WeightPiece, WeightPlace
 from engines.errors import EngineError
 from runtime.cuda import ALIGNMENT, DeviceBuffer, Event, PinnedBuffer, Stream
 
@@ -40,16 +40,16 @@ class DeviceWeights:
             address += _padded(place.nbytes)
         staging = _Staging(stream)
         # In the order of the files, which is how they are read fastest.
-        by_file: dict[str, list[str]] = {}
-        for name in sorted(places, key=lambda each: (places[each].file, places[each].offset)):
-            by_file.setdefault(places[name].file, []).append(name)
-        for file, names in by_file.items():
-            mapped = _mapped(folder / file, max(places[name].offset + places[name].nbytes for name in names))
-            for name in names:
-                place = places[name]
-                for piece, done in _pieces(mapped[place.offset : place.offset + place.nbytes]):
-                    staging.send(self.addresses[name] + done, piece)
-                    progress(len(piece))
+        by_file: dict[str, list[tuple[int, WeightPiece]]] = {}
+        for name, place in places.items():
+            for piece in place.pieces:
+                by_file.setdefault(piece.file, []).append((self.addresses[name] + piece.at, piece))
+        for file, targets in sorted(by_file.items()):
+            mapped = _mapped(folder / file, max(piece.offset + piece.nbytes for _, piece in targets))
+            for address, piece in sorted(targets, key=lambda target: target[1].offset):
+                for chunk, done in _chunks(mapped[piece.offset : piece.offset + piece.nbytes]):
+                    staging.send(address + done, chunk)
+                    progress(len(chunk))
         stream.synchronize()
 
 
@@ -61,17 +61,17 @@ class _Staging:
         self._buffers = [(PinnedBuffer(_CHUNK_BYTES), Event()) for _ in range(2)]
         self._used = 0
 
-    def send(self, address: int, piece: np.ndarray) -> None:
+    def send(self, address: int, chunk: np.ndarray) -> None:
         buffer, copied = self._buffers[self._used % 2]
         if self._used >= 2:
             copied.wait()
-        np.copyto(buffer.array[: len(piece)], piece)
-        self._stream.to_device(address, buffer, len(piece))
+        np.copyto(buffer.array[: len(chunk)], chunk)
+        self._stream.to_device(address, buffer, len(chunk))
         self._stream.record(copied)
         self._used += 1
 
 
-def _pieces(array: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+def _chunks(array: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     for first in range(0, len(array), _CHUNK_BYTES):
         yield array[first : first + _CHUNK_BYTES], first
 

@@ -126,7 +126,7 @@ def _check_made_for(folder: Path, engines: EngineManifest, manifest: Manifest) -
 def _upload(folder: Path, engines: EngineManifest, roles: list[str], stream: cuda.Stream) -> DeviceWeights:
     names = {name for role in roles for name in engines.engines[role].weights}
     places = {name: place for name, place in engines.weights.items() if name in names}
-    total = sum(place.nbytes for place in places.values())
+    total = sum(piece.nbytes for place in places.values() for piece in place.pieces)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="weights", file=sys.stderr, leave=False, disable=None
     ) as bar:

@@ -22,22 +22,25 @@ Attributes = dict[str, Any]
 
 
 class Lowered:
-    """A graph of an exported folder and the state between its passes: ``state`` by input name."""
+    """A graph of an exported folder and the state between its passes: ``state`` by input name.
 
-    def __init__(self, path: Path, max_rows: int, capacity: int) -> None:
-        self.model = onnx.load(str(path), load_external_data=False)
+    model: the graph, where it is not the one at ``path``; its external data lies beside that."""
+
+    def __init__(self, path: Path, max_rows: int, capacity: int, model: onnx.ModelProto | None = None) -> None:
+        self.model = model or onnx.load(str(path), load_external_data=False)
         self.folder = path.parent
         self.max_rows = max_rows
         self.constants = {each.name: self._value(each) for each in self.model.graph.initializer}
         self.state: dict[str, np.ndarray] = {}
         for node in self.model.graph.node:
             attributes = _attributes(node)
-            if node.op_type == "GatedDeltaNet":
-                size = max_rows * sum(_slot_sizes(attributes))
-                self.state[node.input[1]] = np.zeros(size)
-            elif node.op_type == "GatedAttention":
-                shape = (2, capacity, attributes["kv_heads"], attributes["head_dim"])
-                self.state[node.input[4]] = np.zeros(shape)
+            if node.domain != ops.DOMAIN or ops.OPS[node.op_type].alias_of(-1) < 0:
+                continue
+            name = node.input[ops.OPS[node.op_type].alias_of(-1)]
+            if "v_heads" in attributes:
+                self.state[name] = np.zeros(max_rows * sum(_slot_sizes(attributes)))
+            else:
+                self.state[name] = np.zeros((2, capacity, attributes["kv_heads"], attributes["head_dim"]))
 
     def run(self, tokens: list[int], position: int, slot: int, **inputs: np.ndarray) -> dict[str, np.ndarray]:
         """One pass; its outputs by name. All rows get logits. State is carried on."""
@@ -182,6 +185,64 @@ def _attend(layer: attention.Layer, query_gate: F64, cache: F64, angle: F64) -> 
     return out.ravel()
 
 
+def _split_pack(pack: np.ndarray, types: list[int], shapes: list[tuple[int, int]]) -> list[F64]:
+    """The matrices of a pack, of these rows and columns: each from the next multiple of 256 bytes on."""
+    matrices, at, raw = [], 0, pack.ravel()
+    for kind, (rows, columns) in zip(types, shapes, strict=True):
+        values, block = ops.BLOCKS[kind]
+        nbytes = rows * columns // values * block
+        matrices.append(_matrix(raw[at : at + nbytes].reshape(rows, columns // values, block), kind))
+        at += -(-nbytes // 256) * 256
+    assert at == raw.size, "bytes left over in a pack"
+    return matrices
+
+
+def _layer(
+    inputs: list[np.ndarray],
+    at: Attributes,
+    rows_in: list[int],
+    width: int,
+    mixer: Callable[[F64, np.ndarray], list[np.ndarray]],
+) -> list[np.ndarray]:
+    """A layer around ``mixer``, which turns the rows of its input products and its parameters into ``width`` values a
+    row, and its state."""
+    (x, pack, parameters), ffn, hidden = inputs[:3], at["ffn_size"], inputs[0].shape[1]
+    shapes = [(n, hidden) for n in rows_in] + [(hidden, width), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
+    *products, output, gate, up, down = _split_pack(pack, at["types"], shapes)
+    mixer_norm, ffn_norm, own = np.split(parameters.astype(np.float64), [hidden, 2 * hidden])
+    normed = _rms_norm(x, mixer_norm, at["epsilon"])
+    mixed, state = mixer(np.concatenate([normed @ w.T for w in products], axis=1), own)
+    r = x + mixed @ output.T
+    normed = _rms_norm(r, ffn_norm, at["epsilon"])
+    gated = normed @ gate.T
+    return [r + (gated * sigmoid(gated) * (normed @ up.T)) @ down.T, state]
+
+
+def _gated_delta_net_layer(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    slot, pool = inputs[3:]
+    width = at["v_heads"] * at["head_dim"]
+    channels = 2 * at["k_heads"] * at["head_dim"] + width
+    return _layer(
+        inputs,
+        at,
+        [channels, width, at["v_heads"], at["v_heads"]],
+        width,
+        lambda rows, own: _gated_delta_net([rows, pool, slot, own], at),
+    )
+
+
+def _gated_attention_layer(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
+    position, rope, cache = inputs[3:]
+    dim, width = at["head_dim"], at["heads"] * at["head_dim"]
+    return _layer(
+        inputs,
+        at,
+        [2 * width, at["kv_heads"] * dim, at["kv_heads"] * dim],
+        width,
+        lambda rows, own: _gated_attention([rows, position, rope, own.reshape(2, dim), cache], at),
+    )
+
+
 _Kernel = Callable[[list[np.ndarray], Attributes], list[np.ndarray]]
 _PLUGINS: dict[str, _Kernel] = {
     "KQuantMatmul": _matmul,
@@ -193,6 +254,8 @@ _PLUGINS: dict[str, _Kernel] = {
     "RopeTables": _rope_tables,
     "GatedDeltaNet": _gated_delta_net,
     "GatedAttention": _gated_attention,
+    "GatedDeltaNetLayer": _gated_delta_net_layer,
+    "GatedAttentionLayer": _gated_attention_layer,
 }
 _NATIVE: dict[str, _Kernel] = {
     "Add": lambda inputs, at: [inputs[0] + inputs[1]],

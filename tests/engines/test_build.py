@@ -36,9 +36,10 @@ def folder(tiny: Tiny, tmp_path: Path) -> Path:
         ({"context": 4097}, "--context 4097: wanted 1 to 4096"),
         ({"context": 3}, "--context 3: wanted at least --max-draft . 1 = 4"),
         ({"prefill_chunk": 0}, "--prefill-chunk 0: wanted 1 to"),
+        ({"lowering": "rows"}, "--lowering rows: wanted layers or ops"),
     ],
 )
-def test_options_that_cannot_be_served(folder: Path, change: dict[str, int], says: str) -> None:
+def test_options_that_cannot_be_served(folder: Path, change: dict[str, int | str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         build_engines(folder, replace(OPTIONS, **change))
 
@@ -60,20 +61,31 @@ def test_command_line_refusals(tiny: Tiny, folder: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.trt
+@pytest.mark.parametrize("lowering", build.LOWERINGS)
 @pytest.mark.parametrize("name", ["q4_k_m", "mixed_types", "tied", "split_kinds_in_pair", "f32"])
-def test_plugins_are_in_the_engine(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """State plugins are layers of their own; the products are in the regions between them, which read the weights."""
+def test_plugins_are_in_the_engine(tiny: Tiny, tmp_path: Path, name: str, lowering: str) -> None:
+    """Plugins with state, whole layers or their mixers, are layers of their own; other products are in the regions
+    between them, which read the weights."""
     export_model(tiny(name), tmp_path / "x", target="tensorrt")
     listings: dict[str, list[str]] = {}
-    manifest, built = build_engines(tmp_path / "x", OPTIONS, layers=listings.__setitem__)
+    options = replace(OPTIONS, lowering=lowering)
+    manifest, built = build_engines(tmp_path / "x", options, layers=listings.__setitem__)
     assert built and set(listings) == {"trunk", "draft"}
     geometry = load_manifest(tmp_path / "x").geometry
     trunk = "\n".join(line for line in listings["trunk"] if "[profile 1]" not in line)
+    single = {note.split(" ")[0] for engine in manifest.engines.values() for note in engine.notes}
+    assert bool(single) == (lowering == "layers" and name == "split_kinds_in_pair")
+
+    def plugin(layer: int, mixer: str) -> str:
+        kind = mixer if lowering == "ops" or f"blk.{layer}" in single else "layer"
+        return f"Layer(PluginV3): blk.{layer}/{kind}"
+
     for layer in geometry.gdn_layers:
-        assert f"Layer(PluginV3): blk.{layer}/gdn" in trunk
+        assert plugin(layer, "gdn") in trunk
     for layer in geometry.attention_layers:
-        assert f"Layer(PluginV3): blk.{layer}/attention" in trunk
-    assert f"Layer(PluginV3): blk.{geometry.draft_layer}/attention" in "\n".join(listings["draft"])
+        assert plugin(layer, "attention") in trunk
+    assert geometry.draft_layer is not None
+    assert plugin(geometry.draft_layer, "attention") in "\n".join(listings["draft"])
     for role, engine in manifest.engines.items():
         for weight in engine.weights:
             assert any(f"{weight} (Int8[" in line for line in listings[role]), f"{weight} is no input of {role}"
@@ -100,8 +112,8 @@ def test_manifest_says_what_the_runtime_needs(folder: Path) -> None:
     assert {each.name for each in draft.inputs} == {"tokens", "position", "rows", "hidden", "blk.4.cache"}
     size = (folder / "model.gguf").stat().st_size
     for name in (*trunk.weights, *draft.weights):
-        place = manifest.weights[name]
-        assert place.file == "model.gguf" and place.offset + place.nbytes <= size
+        for piece in manifest.weights[name].pieces:
+            assert piece.file == "model.gguf" and piece.offset + piece.nbytes <= size
     assert not [path for path in folder.iterdir() if path.name.endswith(".part")]
 
 
@@ -112,6 +124,8 @@ def test_rebuilt_only_when_something_changed(folder: Path) -> None:
         return built
 
     assert build() and not build()
+    assert build(context=256) and not build(context=256)
+    assert build(lowering="ops") and not build(lowering="ops")
     assert build(context=256) and not build(context=256)
     (folder / "draft.engine").write_bytes(b"short")
     assert build(context=256)
@@ -152,10 +166,13 @@ def test_interrupted(folder: Path) -> None:
 
 
 @pytest.mark.trt
-def test_embedded_weights(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowering", build.LOWERINGS)
+def test_embedded_weights(tiny: Tiny, tmp_path: Path, lowering: str) -> None:
     export_model(tiny("q4_k_m"), tmp_path / "x", target="tensorrt")
-    inputs, _ = build_engines(tmp_path / "x", OPTIONS)
-    embedded, _ = build_engines(tmp_path / "x", replace(OPTIONS, embed_weights=True))
+    options = replace(OPTIONS, lowering=lowering)
+    inputs, _ = build_engines(tmp_path / "x", options)
+    embedded, _ = build_engines(tmp_path / "x", replace(options, embed_weights=True))
+    assert not list((tmp_path / "x").glob("*.packs"))
     for role, engine in embedded.engines.items():
         assert engine.weights == ()
         weights = sum(embedded.weights[name].nbytes for name in inputs.engines[role].weights)
@@ -176,6 +193,18 @@ def test_command_line_from_a_gguf(tiny: Tiny, tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "x" / "manifest.json").stat().st_mtime_ns == exported
     assert main([*arguments, "--no-draft"]) == 0
     assert not (tmp_path / "x" / "draft.engine").exists()
+
+
+@pytest.mark.trt
+def test_command_line_says_which_layers_are_single_ops(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tiny("split_kinds_in_pair")), "-o", str(tmp_path / "x"), *SMALL]
+    for _ in ("built", "up to date"):
+        assert main(arguments) == 0
+        assert "note: trunk: blk." in (said := capsys.readouterr().err) and "gate and up" in said
+    assert main([*arguments, "--lowering", "ops"]) == 0
+    assert "single ops" not in capsys.readouterr().err
 
 
 @pytest.mark.trt

@@ -14,6 +14,7 @@ from engines.engine_manifest import (
     EngineManifest,
     EngineOptions,
     Profile,
+    WeightPiece,
     WeightPlace,
     load_engine_manifest,
 )
@@ -29,9 +30,11 @@ def manifest() -> EngineManifest:
         (Binding("blk.0.pool.out", "float32", (640,), "blk.0.pool"),),
         (Profile("decode", 4, 4), Profile("prefill", 64, 1)),
         ("output.weight",),
+        ("blk.2 is built of single ops",),
     )
-    place = WeightPlace("model.gguf", 96, 2, (1, 1, 2))
-    options = EngineOptions(4, 256, 64, False)
+    pieces = WeightPiece("a", "model.gguf", 96, 2, 0), WeightPiece("b", "weights.bin", 0, 3, 256)
+    place = WeightPlace((1, 2, 256), pieces)
+    options = EngineOptions(4, 256, 64, False, "ops")
     return EngineManifest("k", "c", "tensorrt_rtx", "1.7.1", "p", options, {"trunk": engine}, {"output.weight": place})
 
 
@@ -62,7 +65,7 @@ def test_unusable_manifests(tmp_path: Path) -> None:
     for text, says in (
         ("{", "unreadable"),
         ("[]", "format None"),
-        (json.dumps({**good, "format_version": 99}), "format 99, wanted 1"),
+        (json.dumps({**good, "format_version": 99}), "format 99, wanted 2"),
         (json.dumps({key: value for key, value in good.items() if key != "weights"}), "incomplete .*weights"),
         (json.dumps({**good, "options": {"max_rows": 1}}), "incomplete"),
         (json.dumps({**good, "engines": {"trunk": {"file": "x"}}}), "incomplete"),

@@ -14,8 +14,10 @@ from onnx import TensorProto
 
 from engines.errors import ModelFileError, ResourceError
 from engines.manifest import load_manifest
+from engines.weight_places import packed
 from export import raw_weights
 from export.exporter import export_model
+from export.lower_layers import merge_layers
 from export.weight_inputs import external_weights, weights_as_inputs
 from plugins import ops
 from tests.compare import HIDDEN_MAX_ABS, STATE_MAX_ABS, assert_close, logits_max_abs
@@ -51,12 +53,23 @@ def attributes(node: onnx.NodeProto) -> dict[str, object]:
     return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
+def evaluator(folder: Path, role: str, lowering: str, capacity: int) -> Lowered:
+    """A graph of an exported folder, as it is or with a node a layer, whose packs are then written beside it."""
+    path = folder / f"{role}.onnx"
+    if lowering == "ops":
+        return Lowered(path, MAX_ROWS, capacity)
+    form = merge_layers(load(folder, role), f"{role}.packs")
+    with packed(form, folder):
+        return Lowered(path, MAX_ROWS, capacity, form.model)
+
+
+@pytest.mark.parametrize("lowering", ["ops", "layers"])
 @pytest.mark.parametrize("name", MODELS)
-def test_means_what_the_model_file_says(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_means_what_the_model_file_says(tiny: Tiny, tmp_path: Path, name: str, lowering: str) -> None:
     """Prefill of more tokens than slots, then a verify pass that starts from slot 0, then one from a later slot."""
     tokens = np.random.default_rng(3).integers(0, 256, 14)
     folder = exported(tiny(name), tmp_path / "x")
-    lowered = Lowered(folder / "trunk.onnx", MAX_ROWS, capacity=32)
+    lowered = evaluator(folder, "trunk", lowering, capacity=32)
     logits, hidden = [], []
     for first, count, slot in ((0, 6, -1), (6, 4, 0), (8, 2, 1), (10, 1, 1), (11, 3, 0)):
         out = lowered.run(list(tokens[first : first + count]), first, slot)
@@ -72,13 +85,14 @@ def test_means_what_the_model_file_says(tiny: Tiny, tmp_path: Path, name: str) -
         assert_close(window, want.state[f"blk.{layer}.conv"], what=f"window {layer}", max_abs=STATE_MAX_ABS)
 
 
+@pytest.mark.parametrize("lowering", ["ops", "layers"])
 @pytest.mark.parametrize("name", ["f32", "q4_k_m", "mixed_types"])
-def test_draft_head_means_what_the_model_file_says(tiny: Tiny, tmp_path: Path, name: str) -> None:
+def test_draft_head_means_what_the_model_file_says(tiny: Tiny, tmp_path: Path, name: str, lowering: str) -> None:
     tokens = np.random.default_rng(4).integers(0, 256, 9)
     model = Model(tiny(name))
     hidden = model.trunk(tokens).hidden
     before = np.concatenate([np.zeros_like(hidden[:1]), hidden[:-1]])
-    lowered = Lowered(exported(tiny(name), tmp_path / "x") / "draft.onnx", MAX_ROWS, capacity=16)
+    lowered = evaluator(exported(tiny(name), tmp_path / "x"), "draft", lowering, capacity=16)
     parts = [lowered.run(list(tokens[a:b]), a, -1, hidden=before[a:b]) for a, b in ((0, 5), (5, 6), (6, 9))]
     want = model.head(tokens, before)
     got = {key: np.concatenate([part[key] for part in parts]) for key in ("logits", "hidden.out")}

@@ -47,7 +47,11 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
         {
             "types": [12, 12, 0, 30, 8, 12, 12, 14],
             "ffn_size": 512,
-            **{"k_heads": 2, "v_heads": 4, "head_dim": 32, "conv_kernel": 4, "epsilon": 1e-6},
+            "k_heads": 2,
+            "v_heads": 4,
+            "head_dim": 32,
+            "conv_kernel": 4,
+            "epsilon": 1e-6,
         },
         [
             ("T", 256),
@@ -63,7 +67,11 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
         {
             "types": [12, 1, 14, 13, 8, 8, 12],
             "ffn_size": 512,
-            **{"heads": 4, "kv_heads": 2, "head_dim": 64, "rope_dim": 32, "epsilon": 1e-6},
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 64,
+            "rope_dim": 32,
+            "epsilon": 1e-6,
         },
         [
             ("T", 256),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, Profile, WeightPlace
+from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, Profile, WeightPiece, WeightPlace
 from engines.errors import NumericError
 from engines.manifest import Manifest, TokenizerInfo
 from plugins.load import TensorRT
@@ -57,7 +57,9 @@ def write_engines(folder: Path, manifest: Manifest) -> EngineManifest:
     engines = {role: _engine(role) for role in ("trunk", "draft")}
     for role, engine in engines.items():
         (folder / engine.file).write_bytes(role.encode())
-    (folder / "model.gguf").write_bytes(b"head" + WEIGHT)
+    # Two tensors of the file, in the other order than in the weight.
+    (folder / "model.gguf").write_bytes(b"head" + WEIGHT[80:] + WEIGHT[:80])
+    pieces = (WeightPiece("b", "model.gguf", 124, 80, 0), WeightPiece("a", "model.gguf", 4, 120, 80))
     result = EngineManifest(
         build_key="key",
         content_key=manifest.content_key,
@@ -66,7 +68,7 @@ def write_engines(folder: Path, manifest: Manifest) -> EngineManifest:
         plugins="digest",
         options=EngineOptions(MAX_ROWS, CONTEXT, CHUNK, False),
         engines=engines,
-        weights={"shared.weight": WeightPlace("model.gguf", 4, len(WEIGHT), (1, 1, len(WEIGHT)))},
+        weights={"shared.weight": WeightPlace((1, 1, len(WEIGHT)), pieces)},
     )
     result.save(folder)
     return result
