@@ -16,11 +16,14 @@ from engines.engine_manifest import EngineOptions
 from engines.manifest import load_manifest
 from tests.peer.speculation import recorded
 
+# Engines of single ops instead of whole layers, of the model that the rest of the name says.
+SINGLE_OPS = ".ops"
 # The trained model; models of known text; random ones of various head sizes, tensor types and parts.
 KNOWN_TEXT_MODELS = ("bigram_ring", "draft_perfect", "ring_stop_inside")
 RANDOM_MODELS = (
     "heads_256",
     "q4_k_m",
+    f"q4_k_m{SINGLE_OPS}",
     "mixed_types",
     "split_kinds_in_pair",
     "other_types",
@@ -47,7 +50,9 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
         if not (folder / name).exists():
             export_model(model, folder / name, target="tensorrt")
         context = min(CONTEXT, load_manifest(folder / name).geometry.context_length)
-        build_engines(folder / name, EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False), library=plugins)
+        lowering = "ops" if name.endswith(SINGLE_OPS) else "layers"
+        options = EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False, lowering)
+        build_engines(folder / name, options, library=plugins)
     for name in ("trained", *RANDOM_MODELS):
         if not _reference(folder, name).exists():
             write_reference(folder, name)
@@ -59,6 +64,7 @@ def model_file(folder: Path, name: str) -> Path:
     from tests.named_inputs import write_named
     from tests.vocabulary_files import TRAINED_MODEL
 
+    name = name.removesuffix(SINGLE_OPS)
     path = TRAINED_MODEL if name == "trained" else folder / f"{name}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     return path if path.exists() else write_named(name, folder)
