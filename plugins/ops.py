@@ -2,8 +2,8 @@
 
 T tokens, K and N columns and rows of a matrix, E hidden size, F rows of gate and up, H query heads, HV value heads, D
 head size, C channels of the convolution, L cache capacity, S slots.
-Activations are float32. A weight is the GGUF's raw rows as int8 [N, K / block, block bytes], of its GGML type. A pack is
-several matrices in one tensor, int8 [1, B, 256]: one behind the other, each from the next whole multiple of 256 bytes on.
+Activations are float32. A weight is the GGUF's raw rows as int8 [N, K / block, block bytes], of its GGML type. A pack
+is several matrices in one tensor, int8 [1, B, 256], one behind the other, each from the next multiple of 256 bytes on.
 An output with an alias is its input's memory: one address is bound to both, and the op writes in place.
 
 Every op has at most 6 inputs and 2 outputs, the most that TensorRT-RTX 1.6 lets through (see `export.rtx16_dialect`).
