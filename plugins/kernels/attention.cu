@@ -28,10 +28,10 @@ __device__ __forceinline__ float gated(float v, float gate) {
 
 // grid (splits, kv heads, variants * row blocks): variant 0 serves tokens with the first token's split length, 1 those
 // with a longer one; a row block is 16*MT query rows.
-template <int D, int MT>
+template <int D, int MT, typename Rows>
 __global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_constant__ NextnAttention p, Partials part) {
     extern __shared__ __align__(16) uint8_t raw[];
-    auto& s = *reinterpret_cast<AttentionShared<D, MT>*>(raw);
+    auto& s = *reinterpret_cast<AttentionShared<D, MT, Rows>*>(raw);
     launch_dependents();
     wait_for_predecessor();
     const int position = __ldcg(p.position), split = blockIdx.x, kv = blockIdx.y;
@@ -41,12 +41,12 @@ __global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_consta
     if (final < position || (variant && length == split_length(position))) return;
     const int begin = split * length, end = min(begin + length, final + 1);
     if (begin >= end) return;
-    AttentionBlock<D, MT> block(s, p, kv);
-    const bool early = min(begin + kKEYS, end) <= position;  // the first tile holds no row of this call
+    AttentionBlock<D, MT, Rows> block(s, p, kv);
+    const bool early = min(begin + Rows::kSTAGES * kKEYS, end) <= position;  // the first tiles hold no row of this call
     if (early) block.start(begin, end);
     for (int t = block.warp; t < p.t; t += kWARPS)
         if (position + t >= begin && position + t < end)
-            append_row<D>(p, t, position + t, kv, s.scratch[block.warp], block.lane);
+            append_row<D, Rows>(p, t, position + t, kv, s.scratch[block.warp], block.lane);
     block.load_queries(first_row, position);
     __syncthreads();  // appended rows are visible to the block from here on
     if (!early) block.start(begin, end);
@@ -110,27 +110,27 @@ __global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Next
 }
 
 // Prefill: grid (t, kv heads), one warp each.
-template <int D>
+template <int D, typename Rows>
 __global__ void __launch_bounds__(32) append_kernel(const __grid_constant__ NextnAttention p) {
     __shared__ float scratch[D];
     launch_dependents();
     wait_for_predecessor();
     const int t = blockIdx.x, position = __ldcg(p.position) + t;
-    if (position < p.capacity) append_row<D>(p, t, position, blockIdx.y, scratch, threadIdx.x);
+    if (position < p.capacity) append_row<D, Rows>(p, t, position, blockIdx.y, scratch, threadIdx.x);
 }
 
 // Prefill: grid (blocks of 16*MT query rows, longest first; kv heads).
-template <int D, int MT>
+template <int D, int MT, typename Rows>
 __global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_constant__ NextnAttention p) {
     constexpr int kROWS = 16 * MT;
     extern __shared__ __align__(16) uint8_t raw[];
-    auto& s = *reinterpret_cast<AttentionShared<D, MT>*>(raw);
+    auto& s = *reinterpret_cast<AttentionShared<D, MT, Rows>*>(raw);
     launch_dependents();
     wait_for_predecessor();
     const int position = __ldcg(p.position), kv = blockIdx.y, ratio = p.heads / p.kv_heads;
     const int first = (gridDim.x - 1 - blockIdx.x) * kROWS, rows = p.t * ratio;
     const int last_token = (min(first + kROWS, rows) - 1) / ratio;
-    AttentionBlock<D, MT> block(s, p, kv);
+    AttentionBlock<D, MT, Rows> block(s, p, kv);
     const int end = min(position + last_token + 1, p.capacity);
     block.start(0, end);
     block.load_queries(first, position);
@@ -157,28 +157,28 @@ __global__ void rope_rows_kernel(const int32_t* position, const double* inv_freq
     }
 }
 
-template <int D, int MT>
+template <int D, int MT, typename Rows>
 cudaError_t run_split(const NextnAttention& p, const Partials& part, cudaStream_t stream) {
     Launch l;
     const int row_blocks = ceil_div(p.t * (p.heads / p.kv_heads), 16 * MT);
     l.grid = dim3(min(kMAX_SPLITS, ceil_div(p.capacity, kKEYS)), p.kv_heads, p.t > 1 ? 2 * row_blocks : 1);
     l.block = dim3(kATT_THREADS);
-    l.smem = sizeof(AttentionShared<D, MT>);
+    l.smem = sizeof(AttentionShared<D, MT, Rows>);
     l.pdl = p.flags & NEXTN_PDL;
-    return launch(l, stream, split_kernel<D, MT>, p, part);
+    return launch(l, stream, split_kernel<D, MT, Rows>, p, part);
 }
 
-template <int D, int MT>
+template <int D, int MT, typename Rows>
 cudaError_t run_prefill(const NextnAttention& p, cudaStream_t stream) {
     Launch l;
     l.grid = dim3(ceil_div(p.t * (p.heads / p.kv_heads), 16 * MT), p.kv_heads);
     l.block = dim3(kATT_THREADS);
-    l.smem = sizeof(AttentionShared<D, MT>);
+    l.smem = sizeof(AttentionShared<D, MT, Rows>);
     l.pdl = p.flags & NEXTN_PDL;
-    return launch(l, stream, prefill_kernel<D, MT>, p);
+    return launch(l, stream, prefill_kernel<D, MT, Rows>, p);
 }
 
-template <int D>
+template <int D, typename Rows>
 cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
     DeviceLimits limits;
     cudaError_t e = device_limits(&limits);
@@ -188,21 +188,35 @@ cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
     if (p.t > NEXTN_MAX_DECODE_T) {
         l.grid = dim3(p.t, p.kv_heads);
         l.block = dim3(32);
-        e = launch(l, stream, append_kernel<D>, p);
+        e = launch(l, stream, append_kernel<D, Rows>, p);
         if (e != cudaSuccess) return e;
-        const bool wide = sizeof(AttentionShared<D, 4>) <= static_cast<size_t>(limits.smem_per_block);
-        return wide ? run_prefill<D, 4>(p, stream) : run_prefill<D, 2>(p, stream);
+        const bool wide = sizeof(AttentionShared<D, 4, Rows>) <= static_cast<size_t>(limits.smem_per_block);
+        return wide ? run_prefill<D, 4, Rows>(p, stream) : run_prefill<D, 2, Rows>(p, stream);
     }
     const Partials part = partials(p.workspace, p.t, p.heads, D);
-    e = p.t * (p.heads / p.kv_heads) <= 16 ? run_split<D, 1>(p, part, stream) : run_split<D, 2>(p, part, stream);
+    e = p.t * (p.heads / p.kv_heads) <= 16 ? run_split<D, 1, Rows>(p, part, stream)
+                                           : run_split<D, 2, Rows>(p, part, stream);
     if (e != cudaSuccess) return e;
     l.grid = dim3(p.heads, p.t);
     l.block = dim3(D);
     return launch(l, stream, combine_kernel<D>, p, part);
 }
 
+template <int D>
+cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
+    return p.cache_type == kNEXTN_CACHE_INT8 ? run<D, ByteRows<D>>(p, stream) : run<D, HalfRows<D>>(p, stream);
+}
+
 }  // namespace
 }  // namespace nextn
+
+NEXTN_API size_t nextn_cache_row_bytes(int32_t cache_type, int32_t head_dim) {
+    switch (cache_type) {
+        case kNEXTN_CACHE_F16: return 2 * static_cast<size_t>(head_dim);
+        case kNEXTN_CACHE_INT8: return static_cast<size_t>(head_dim) + 16;
+        default: return 0;
+    }
+}
 
 NEXTN_API size_t nextn_attention_workspace(int32_t t, int32_t heads, int32_t head_dim) {
     t = t < NEXTN_MAX_DECODE_T ? t : NEXTN_MAX_DECODE_T;  // longer calls need none: size for the short ones
@@ -213,6 +227,7 @@ NEXTN_API cudaError_t nextn_attention(const NextnAttention* args, cudaStream_t s
     if (!args) return cudaErrorInvalidValue;
     const NextnAttention& p = *args;
     const int d = p.head_dim;
+    if (!nextn_cache_row_bytes(p.cache_type, d)) return cudaErrorInvalidValue;
     if (p.t < 1 || p.capacity < 1 || p.heads < 1 || p.kv_heads < 1 || p.heads % p.kv_heads || p.heads / p.kv_heads > 8)
         return cudaErrorInvalidValue;
     if (p.rope_dim < 2 || p.rope_dim % 2 || p.rope_dim > d || p.ld_query < 2 * p.heads * d ||

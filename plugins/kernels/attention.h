@@ -2,6 +2,11 @@
 #pragma once
 #include "export.h"
 
+// How keys and values are kept. kNEXTN_CACHE_INT8: per row and kv head D int8, then 16 bytes that hold a float32 scale per
+// 64 values (the rest 0); a value is int8 * scale, scale = largest magnitude / 127, rounded to the nearest. Not finite
+// where one of the 64 values is not.
+enum NextnCacheType { kNEXTN_CACHE_F16 = 0, kNEXTN_CACHE_INT8 = 1 };
+
 // Per token t at position p = *position + t, query head h of H, kv head h / (H/KV), head size D:
 //   q = rope(rms_norm(query, q_norm)),  k = rope(rms_norm(key, k_norm));  k and value become row p of the cache
 //   o = softmax(q . k[0..p] / sqrt(D)) v[0..p];   y = o * sigmoid(gate)
@@ -17,23 +22,27 @@ typedef struct NextnAttention {
     const float* cos;  // [t, rope_dim/2] f32 of each row's position, any factor (YaRN) included
     const float* sin;
     const int32_t* position;  // device; position of row 0 = rows already in the cache
-    void* key_cache;          // [capacity, KV, D] f16; rows at and beyond *position + t are never read
+    void* key_cache;          // [capacity, KV, row] as cache_type; rows at and beyond *position + t are never read
     void* value_cache;
     float* y;  // [t, H*D] f32, stride ld_y
     int64_t ld_y;
     int32_t t, capacity;  // a row at or beyond capacity is not stored and its y is NaN
     int32_t heads, kv_heads, head_dim, rope_dim;
+    int32_t cache_type;  // NextnCacheType
     void* workspace;  // nextn_attention_workspace bytes, 256-byte aligned, no contents kept
     size_t workspace_bytes;
     int32_t flags;  // NEXTN_PDL
 } NextnAttention;
+
+// Bytes of a cache row of one kv head; 0 for a type that there is not.
+NEXTN_API size_t nextn_cache_row_bytes(int32_t cache_type, int32_t head_dim);
 
 NEXTN_API size_t nextn_attention_workspace(int32_t t, int32_t heads, int32_t head_dim);
 
 // t <= 8: at most 64 splits, whose bounds are a function of a token's own position, then one combine launch.
 // t > 8: one launch appends, one attends (no splits).
 // Refuses: head_dim other than 32, 64, 128, 256; heads / kv_heads not a whole number up to 8; odd or too large
-// rope_dim.
+// rope_dim; another cache_type.
 NEXTN_API cudaError_t nextn_attention(const NextnAttention* args, cudaStream_t stream);
 
 // cos and sin rows of t consecutive positions: factor * cos(p * inv_freq[i]), angles in float64.

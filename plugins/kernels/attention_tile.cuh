@@ -5,17 +5,19 @@
 // values beyond the last row are read as 0, so rows and tokens around it change nothing.
 #pragma once
 #include "attention.h"
-#include "ptx.cuh"
+#include "attention_cache.cuh"
 
 namespace nextn {
 
-constexpr int kKEYS = 64, kWARPS = 8, kATT_THREADS = 32 * kWARPS;
+constexpr int kWARPS = 8, kATT_THREADS = 32 * kWARPS;
 constexpr float kLOG2E = 1.4426950408889634f;
 
-template <int D, int MT>
+// Rows: of the cache, HalfRows or ByteRows.
+template <int D, int MT, typename Rows = HalfRows<D>>
 struct AttentionShared {
-    static constexpr int kROWS = 16 * MT, kPITCH = D + 8;
-    __half q[kROWS][kPITCH], k[kKEYS][kPITCH], v[kKEYS][kPITCH];
+    static constexpr int kROWS = 16 * MT;
+    __half q[kROWS][D + 8];
+    alignas(16) typename Rows::Tile k[Rows::kSTAGES], v[Rows::kSTAGES];
     union {
         float scores[kROWS][kKEYS + 4];
         float scratch[kWARPS][D];  // while queries and keys are prepared
@@ -50,27 +52,28 @@ __device__ __forceinline__ void norm_rope_head(const float* x, const float* norm
 }
 
 // Normalise, rotate and store the key, and store the value, of token t; one warp, scratch [D].
-template <int D>
+template <int D, typename Rows = HalfRows<D>>
 __device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch,
                                            int lane) {
     const int pairs = p.rope_dim / 2;
     norm_rope_head<D>(p.key + t * p.ld_kv + kv * D, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs,
                       scratch, lane);
-    const int64_t at = (static_cast<int64_t>(position) * p.kv_heads + kv) * D;
+    const int64_t at = (static_cast<int64_t>(position) * p.kv_heads + kv) * Rows::kBYTES;
+    float key[D / 32], value[D / 32];
 #pragma unroll
-    for (int e = lane; e < D; e += 32) {
-        static_cast<__half*>(p.key_cache)[at + e] = __float2half_rn(scratch[e]);
-        static_cast<__half*>(p.value_cache)[at + e] = __float2half_rn(__ldcg(p.value + t * p.ld_kv + kv * D + e));
+    for (int j = 0; j < D / 32; ++j) {
+        key[j] = scratch[lane + 32 * j];
+        value[j] = __ldcg(p.value + t * p.ld_kv + kv * D + lane + 32 * j);
     }
+    Rows::store(static_cast<uint8_t*>(p.key_cache) + at, key, lane);
+    Rows::store(static_cast<uint8_t*>(p.value_cache) + at, value, lane);
     __syncwarp();
 }
 
-template <int D, int MT>
+template <int D, int MT, typename Rows = HalfRows<D>>
 struct AttentionBlock {
-    using Shared = AttentionShared<D, MT>;
-    static constexpr int kROWS = Shared::kROWS;
-    static constexpr int kVALUE_WARPS = D >= 128 ? 8 : D / 16;  // each takes D / kVALUE_WARPS value columns
-    static constexpr int kCOLUMNS = D / kVALUE_WARPS, kTILES = kCOLUMNS / 8;
+    using Shared = AttentionShared<D, MT, Rows>;
+    static constexpr int kROWS = Shared::kROWS, kSTAGES = Rows::kSTAGES, kTILES = Rows::kTILES;
 
     Shared& s;
     const NextnAttention& p;
@@ -91,7 +94,7 @@ struct AttentionBlock {
                 norm_rope_head<D>(p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, p.q_norm, p.eps,
                                   p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
 #pragma unroll
-            for (int e = lane; e < D; e += 32) s.q[r][e] = __float2half_rn(there ? scratch[e] : 0.0f);
+            for (int e = lane; e < D; e += 32) s.q[r][Rows::query_place(e)] = __float2half_rn(there ? scratch[e] : 0.0f);
             __syncwarp();
             if (lane == 0) {
                 s.last[r] = there ? position + t : -1;
@@ -107,32 +110,22 @@ struct AttentionBlock {
                 for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
     }
 
-    __device__ __forceinline__ void copy_tile(__half (*to)[D + 8], const void* cache, int key0, int end) {
-        for (int i = threadIdx.x; i < kKEYS * D / 8; i += kATT_THREADS) {
-            const int j = i / (D / 8), e = i % (D / 8) * 8;
+    __device__ __forceinline__ void copy_tile(typename Rows::Tile& to, const void* cache, int key0, int end) {
+        constexpr int kPIECES = Rows::kBYTES / 16;
+        for (int i = threadIdx.x; key0 < end && i < kKEYS * kPIECES; i += kATT_THREADS) {
+            const int j = i / kPIECES, at = i % kPIECES * 16;
             const bool there = key0 + j < end;
             const int64_t row = there ? key0 + j : 0;
-            cp_async_16(&to[j][e], static_cast<const __half*>(cache) + (row * p.kv_heads + kv) * D + e, there);
+            cp_async_16(to[j] + at,
+                        static_cast<const uint8_t*>(cache) + (row * p.kv_heads + kv) * Rows::kBYTES + at, there);
         }
         cp_async_commit();
     }
 
     // scores[r][j] = q[r] . k[j]; warp w takes keys 8w ..
-    __device__ __forceinline__ void multiply_keys() {
+    __device__ __forceinline__ void multiply_keys(int stage) {
         float acc[MT][4] = {};
-#pragma unroll
-        for (int k = 0; k < D; k += 32) {
-            uint32_t fb[4];
-            ldmatrix_x4(fb, &s.k[8 * warp + (lane & 7)][k + 8 * (lane >> 3)]);
-#pragma unroll
-            for (int m = 0; m < MT; ++m) {
-                uint32_t fa[4];
-                ldmatrix_x4(fa, &s.q[16 * m + (lane & 15)][k + 8 * (lane >> 4)]);
-                mma_f16_k16(acc[m], fa, fb[0], fb[1]);
-                ldmatrix_x4(fa, &s.q[16 * m + (lane & 15)][k + 16 + 8 * (lane >> 4)]);
-                mma_f16_k16(acc[m], fa, fb[2], fb[3]);
-            }
-        }
+        Rows::template scores<MT>(acc, s.q, s.k[stage], 8 * warp, lane);
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -175,9 +168,9 @@ struct AttentionBlock {
         }
     }
 
-    // out = rescale * out + weights . v; warp w takes value columns w * kCOLUMNS ..
-    __device__ __forceinline__ void multiply_values() {
-        if (warp >= kVALUE_WARPS) return;
+    // out = rescale * out + weights . v
+    __device__ __forceinline__ void multiply_values(int stage) {
+        if (warp >= Rows::kVALUE_WARPS) return;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             const float f0 = s.rescale[16 * m + (lane >> 2)], f8 = s.rescale[16 * m + 8 + (lane >> 2)];
@@ -186,66 +179,49 @@ struct AttentionBlock {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], e < 2 ? f0 : f8);
         }
-#pragma unroll
-        for (int k = 0; k < kKEYS; k += 16) {
-            uint32_t fa[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; ++m) ldmatrix_x4(fa[m], &s.weights[16 * m + (lane & 15)][k + 8 * (lane >> 4)]);
-#pragma unroll
-            for (int n = 0; n < kTILES; n += 2) {
-                uint32_t fb[4];
-                ldmatrix_x4_trans(fb, &s.v[k + (lane & 15)][warp * kCOLUMNS + 8 * n + 8 * (lane >> 4)]);
-#pragma unroll
-                for (int m = 0; m < MT; ++m) {
-                    mma_f16_k16(out[m][n], fa[m], fb[0], fb[1]);
-                    mma_f16_k16(out[m][n + 1], fa[m], fb[2], fb[3]);
-                }
-            }
-        }
+        Rows::template add_values<MT>(out, s.weights, s.v[stage], warp, lane);
     }
 
-    // Start reading the first tile of keys begin .. end-1, begin a multiple of kKEYS.
+    // Start reading the first kSTAGES tiles of keys begin .. end-1, begin a multiple of kKEYS.
     __device__ __forceinline__ void start(int begin, int end) {
-        copy_tile(s.k, p.key_cache, begin, end);
-        copy_tile(s.v, p.value_cache, begin, end);
+#pragma unroll
+        for (int i = 0; i < kSTAGES; ++i) {
+            copy_tile(s.k[i], p.key_cache, begin + i * kKEYS, end);
+            copy_tile(s.v[i], p.value_cache, begin + i * kKEYS, end);
+        }
     }
 
     // Attend to the keys that `start` began with.
     __device__ __forceinline__ void attend(int begin, int end) {
+        constexpr int kLATER = 2 * kSTAGES - 1;  // copies queued after the one waited for
+        int stage = 0;
         for (int key0 = begin; key0 < end; key0 += kKEYS) {
-            const bool more = key0 + kKEYS < end;
-            cp_async_wait<1>();
+            cp_async_wait<kLATER>();
             __syncthreads();
-            multiply_keys();
+            multiply_keys(stage);
             __syncthreads();
-            if (more)
-                copy_tile(s.k, p.key_cache, key0 + kKEYS, end);
-            else
-                cp_async_commit();
+            copy_tile(s.k[stage], p.key_cache, key0 + kSTAGES * kKEYS, end);
             softmax_tile(key0);
-            cp_async_wait<1>();
+            cp_async_wait<kLATER>();
             __syncthreads();
-            multiply_values();
+            multiply_values(stage);
             __syncthreads();
-            if (more)
-                copy_tile(s.v, p.value_cache, key0 + kKEYS, end);
-            else
-                cp_async_commit();
+            copy_tile(s.v[stage], p.value_cache, key0 + kSTAGES * kKEYS, end);
+            stage = (stage + 1) % kSTAGES;
         }
     }
 
     // f(row, column, value) for every accumulator of this thread; column in 0..D-1.
     template <typename F>
     __device__ __forceinline__ void for_each_output(F f) const {
-        if (warp >= kVALUE_WARPS) return;
+        if (warp >= Rows::kVALUE_WARPS) return;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int n = 0; n < kTILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    f(16 * m + 8 * (e >> 1) + (lane >> 2), warp * kCOLUMNS + 8 * n + 2 * (lane & 3) + (e & 1),
-                      out[m][n][e]);
+                    f(16 * m + 8 * (e >> 1) + (lane >> 2), Rows::column(warp, n, lane, e), out[m][n][e]);
     }
 };
 
