@@ -238,6 +238,7 @@ class _Lowering:
             kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             rope_dim=self.config.rope.dim,
+            cache_type=ops.CACHE_DTYPES.index("float16"),
             epsilon=self.config.rms_eps,
         )
 

@@ -26,6 +26,10 @@ _FFN = ("output", "gate", "up", "down")
 DELTA_NET_MATRICES = ("qkv", "z", "alpha", "beta", *_FFN)
 ATTENTION_MATRICES = ("query and gate", "key", "value", *_FFN)
 
+# Attribute cache_type -> dtype of a KV cache. int8: D values and CACHE_SCALE_BYTES with a float32 scale per 64 of them.
+CACHE_DTYPES = ("float16", "int8")
+CACHE_SCALE_BYTES = 16
+
 # GGML type id -> (values, bytes) of a block, of the types that the kernels read.
 BLOCKS: dict[int, tuple[int, int]] = {
     0: (1, 4),  # F32
@@ -40,7 +44,8 @@ BLOCKS: dict[int, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output. ``alias``: of an output, the name of the input whose memory it is."""
+    """An input or output. ``dtype``: several are listed in the order of the attribute ``cache_type``. ``alias``: of an
+    output, the name of the input whose memory it is."""
 
     name: str
     dtype: str
@@ -183,23 +188,25 @@ GATED_ATTENTION = Op(
         Tensor("position", "int32", "[1]", "of the first token; equals the cache rows in use"),
         Tensor("rope", "float32", "[2, T, R / 2]", "cos, sin"),
         Tensor("norms", "float32", "[2, D]", "of query and key heads"),
-        Tensor("cache", "float16", "[2, L, KV, D]", "keys, values"),
+        Tensor("cache", "float16, int8", "[2, L, KV, D], [2, L, KV, D + 16]", "keys, values"),
     ),
     outputs=(
         Tensor("y", "float32", "[T, H D]"),
-        Tensor("cache_out", "float16", "as cache", "rows position .. position + T - 1 written", "cache"),
+        Tensor("cache_out", "float16, int8", "as cache", "rows position .. position + T - 1 written", "cache"),
     ),
     attributes=(
         Attribute("heads", "int"),
         Attribute("kv_heads", "int"),
         Attribute("head_dim", "int"),
         Attribute("rope_dim", "int"),
+        Attribute("cache_type", "int", "0: float16; 1: int8, each row's D values followed by their scales"),
         Attribute("epsilon", "float"),
     ),
     refuses=(
         "head_dim other than 32, 64, 128, 256",
         "heads / kv_heads not a whole number up to 8",
         "rope_dim odd or above head_dim",
+        "cache_type other than 0, 1",
     ),
 )
 
@@ -241,11 +248,11 @@ GATED_ATTENTION_LAYER = Op(
         Tensor("parameters", "float32", "[2 E + 2 D]", "norm of x, norm of r; then norms of query and key heads"),
         Tensor("position", "int32", "[1]", "as GatedAttention"),
         Tensor("rope", "float32", "[2, T, R / 2]", "as GatedAttention"),
-        Tensor("cache", "float16", "[2, L, KV, D]", "as GatedAttention"),
+        Tensor("cache", "float16, int8", "[2, L, KV, D], [2, L, KV, D + 16]", "as GatedAttention"),
     ),
     outputs=(
         Tensor("y", "float32", "[T, E]"),
-        Tensor("cache_out", "float16", "as cache", "as GatedAttention", "cache"),
+        Tensor("cache_out", "float16, int8", "as cache", "as GatedAttention", "cache"),
     ),
     attributes=(
         Attribute("types", "ints", _LAYER_TYPES),

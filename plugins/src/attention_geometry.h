@@ -6,24 +6,25 @@
 namespace nextn {
 
 struct AttentionGeometry {
-    static constexpr DataType kCACHE_TYPE = DataType::kHALF;
-
-    int32_t heads, kvHeads, dim, ropeDim;
+    int32_t heads, kvHeads, dim, ropeDim, cacheType;
 
     explicit AttentionGeometry(Attributes const& a)
         : heads(a.integer("heads")), kvHeads(a.integer("kv_heads")), dim(a.integer("head_dim")),
-          ropeDim(a.integer("rope_dim")) {}
+          ropeDim(a.integer("rope_dim")), cacheType(a.integer("cache_type")) {}
 
     static std::vector<AttributeSpec> attributes() {
         return {{"heads", AttributeKind::kINT},
                 {"kv_heads", AttributeKind::kINT},
                 {"head_dim", AttributeKind::kINT},
                 {"rope_dim", AttributeKind::kINT},
+                {"cache_type", AttributeKind::kINT},
                 {"epsilon", AttributeKind::kFLOAT}};
     }
 
     int64_t queryDim() const { return static_cast<int64_t>(heads) * dim; }
     int64_t kvDim() const { return static_cast<int64_t>(kvHeads) * dim; }
+    int64_t cacheRowBytes() const { return static_cast<int64_t>(nextn_cache_row_bytes(cacheType, dim)); }
+    DataType cacheDtype() const { return cacheType == kNEXTN_CACHE_INT8 ? DataType::kINT8 : DataType::kHALF; }
 
     std::string contradiction() const {
         if (dim != 32 && dim != 64 && dim != 128 && dim != 256)
@@ -31,6 +32,7 @@ struct AttentionGeometry {
         if (kvHeads < 1 || heads < 1 || heads % kvHeads || heads / kvHeads > 8)
             return "heads / kv_heads is not a whole number up to 8";
         if (ropeDim < 2 || ropeDim % 2 || ropeDim > dim) return "rope_dim is odd or above head_dim";
+        if (!cacheRowBytes()) return "cache_type " + std::to_string(cacheType) + "; takes 0 (float16), 1 (int8)";
         return "";
     }
 
@@ -38,7 +40,8 @@ struct AttentionGeometry {
                             nvinfer1::Dims const& cache) const {
         std::string error = shapeMismatch("position", position, {1});
         if (error.empty()) error = shapeMismatch("rope", rope, {2, tokens, ropeDim / 2});
-        return error.empty() ? shapeMismatch("cache", cache, {2, -1, kvHeads, dim}) : error;
+        int64_t const row = cacheType == kNEXTN_CACHE_INT8 ? cacheRowBytes() : dim;  // values
+        return error.empty() ? shapeMismatch("cache", cache, {2, -1, kvHeads, row}) : error;
     }
 
     void sizes(NextnAttention* p) const {
@@ -46,6 +49,7 @@ struct AttentionGeometry {
         p->kv_heads = kvHeads;
         p->head_dim = dim;
         p->rope_dim = ropeDim;
+        p->cache_type = cacheType;
     }
 
     // norms: of query heads, of key heads. rope: cos, sin of `tokens` rows. cache: keys, values of `capacity` rows.
@@ -58,7 +62,7 @@ struct AttentionGeometry {
         p->sin = p->cos + tokens * (ropeDim / 2);
         p->capacity = static_cast<int32_t>(capacity);
         p->key_cache = cache;
-        p->value_cache = static_cast<uint16_t*>(cache) + capacity * kvDim();
+        p->value_cache = static_cast<uint8_t*>(cache) + capacity * kvHeads * cacheRowBytes();
     }
 };
 

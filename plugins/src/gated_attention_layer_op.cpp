@@ -11,8 +11,8 @@ public:
 
     TensorTypes types() const override {
         return {{DataType::kFLOAT, DataType::kINT8, DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT,
-                 mAttention.kCACHE_TYPE},
-                {DataType::kFLOAT, mAttention.kCACHE_TYPE}};
+                 mAttention.cacheDtype()},
+                {DataType::kFLOAT, mAttention.cacheDtype()}};
     }
 
     int32_t alias(int32_t output) const override { return output == kOUT_STATE ? kIN_CACHE : -1; }

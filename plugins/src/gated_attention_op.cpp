@@ -14,8 +14,8 @@ public:
     std::string contradiction() const { return mAttention.contradiction(); }
 
     TensorTypes types() const override {
-        return {{DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT, DataType::kFLOAT, mAttention.kCACHE_TYPE},
-                {DataType::kFLOAT, mAttention.kCACHE_TYPE}};
+        return {{DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT, DataType::kFLOAT, mAttention.cacheDtype()},
+                {DataType::kFLOAT, mAttention.cacheDtype()}};
     }
 
     std::string refuse(std::vector<nvinfer1::Dims> const& in) const override {

@@ -79,7 +79,7 @@ class Attention(Structure):
         ("eps", c_float),
         *((name, c_void_p) for name in ("cos", "sin", "position", "key_cache", "value_cache", "y")),
         ("ld_y", c_int64),
-        *((name, c_int32) for name in ("t", "capacity", "heads", "kv_heads", "head_dim", "rope_dim")),
+        *((name, c_int32) for name in ("t", "capacity", "heads", "kv_heads", "head_dim", "rope_dim", "cache_type")),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
         ("flags", c_int32),
@@ -103,6 +103,7 @@ def kernels() -> ctypes.CDLL:
         *(c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p),
     )
     lib.nextn_gated_delta_net_workspace.restype = lib.nextn_attention_workspace.restype = c_size_t
+    lib.nextn_cache_row_bytes.restype = c_size_t
     lib.nextn_gated_delta_net.argtypes = (POINTER(GatedDeltaNet), c_void_p)
     lib.nextn_attention.argtypes = (POINTER(Attention), c_void_p)
     lib.nextn_rope_rows.argtypes = (

@@ -6,6 +6,7 @@ Written from the layer's equations; shares nothing with the product.   Sources: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,10 +46,29 @@ def rotate(x: F64, position: int, inv_freq: F64, factor: float) -> F64:
     return out
 
 
+def as_int8(rows: F64, group: int = 64) -> F64:
+    """What an int8 cache gives back of ``rows`` [..., D]: steps of a 127th of the largest of ``group`` neighbours.
+
+    Rounds half to even. The scale is float32, as it is kept."""
+    size = min(group, rows.shape[-1])
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // size, size)
+    scale = (np.abs(groups).max(axis=-1, keepdims=True) / 127).astype(np.float32).astype(np.float64)
+    steps = np.divide(groups, scale, out=np.zeros_like(groups), where=scale != 0)
+    return (np.clip(np.rint(steps), -127, 127) * scale).reshape(rows.shape)
+
+
 def run(
-    layer: Layer, query_gate: F64, key: F64, value: F64, position: int, keys: F64, values: F64
+    layer: Layer,
+    query_gate: F64,
+    key: F64,
+    value: F64,
+    position: int,
+    keys: F64,
+    values: F64,
+    stored: Callable[[F64], F64] = lambda rows: rows,
 ) -> tuple[F64, F64, F64]:
-    """query_gate [T, H, 2, D], key, value [T, KV, D] of tokens at position ..; keys, values [position, KV, D] so far.
+    """query_gate [T, H, 2, D], key, value [T, KV, D] of tokens at position ..; keys, values [position, KV, D] so far;
+    stored: what the cache gives back of rows put into it.
 
     -> y [T, H * D] and the keys and values with the new rows behind them.
     """
@@ -57,7 +77,7 @@ def run(
         for h in range(layer.kv_heads):
             normed = rms_norm(key[t, h], layer.k_norm, layer.eps)
             rows[t, h] = rotate(normed, position + t, layer.inv_freq, layer.factor)
-    keys, values = np.concatenate([keys, rows]), np.concatenate([values, value])
+    keys, values = np.concatenate([keys, stored(rows)]), np.concatenate([values, stored(value)])
     out = np.empty((len(key), layer.heads, layer.dim))
     for t in range(len(key)):
         end = position + t + 1

@@ -38,7 +38,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
         [(-1, 128), (3 * (4096 + 768),)],
     ),
     "GatedAttention": (
-        {"heads": 4, "kv_heads": 2, "head_dim": 64, "rope_dim": 32, "epsilon": 1e-6},
+        {"heads": 4, "kv_heads": 2, "head_dim": 64, "rope_dim": 32, "cache_type": 0, "epsilon": 1e-6},
         [("T", 768), (1,), (2, "T", 16), (2, 64), (2, 128, 2, 64)],
         [(-1, 256), (2, 128, 2, 64)],
     ),
@@ -71,6 +71,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
             "kv_heads": 2,
             "head_dim": 64,
             "rope_dim": 32,
+            "cache_type": 0,
             "epsilon": 1e-6,
         },
         [
@@ -86,14 +87,28 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
 }
 
 
+# Those with a cache, an int8 one.
+INT8_SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
+    name: ({**attributes, "cache_type": 1}, [*inputs[:-1], (2, 128, 2, 80)], [outputs[0], (2, 128, 2, 80)])
+    for name, (attributes, inputs, outputs) in SAMPLES.items()
+    if "cache_type" in attributes
+}
+
+
+def dtype_of(tensor: ops.Tensor, attributes: dict[str, Any]) -> str:
+    """The one that the attributes choose."""
+    dtypes = tensor.dtype.split(", ")
+    return dtypes[attributes["cache_type"]] if len(dtypes) > 1 else dtypes[0]
+
+
 def input_types(name: str, attributes: dict[str, Any]) -> list[str]:
     """The contract's dtypes of a node's inputs, optional and repeated ones unfolded."""
     kinds: list[str] = []
     for tensor in ops.OPS[name].inputs:
         if tensor.name.endswith("*"):
-            kinds += [tensor.dtype] * len(attributes["types"])
+            kinds += [dtype_of(tensor, attributes)] * len(attributes["types"])
         elif not tensor.name.endswith("?") or attributes[f"has_{tensor.name[:-1]}"]:
-            kinds.append(tensor.dtype)
+            kinds.append(dtype_of(tensor, attributes))
     return kinds
 
 
@@ -106,7 +121,10 @@ def model_of(
         helper.make_tensor_value_info(f"in{i}", TYPES[dtype], shape)
         for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))
     ]
-    outputs = [helper.make_tensor_value_info(f"out{i}", TYPES[each.dtype], None) for i, each in enumerate(op.outputs)]
+    outputs = [
+        helper.make_tensor_value_info(f"out{i}", TYPES[dtype_of(each, attributes)], None)
+        for i, each in enumerate(op.outputs)
+    ]
     node = helper.make_node(
         name, [i.name for i in inputs], [o.name for o in outputs], "node", domain=ops.DOMAIN, **attributes
     )

@@ -9,7 +9,7 @@ import pytest
 from export.rtx16_dialect import to_rtx16
 from plugins import ops
 from plugins.load import load_plugins, tensorrt
-from tests.plugins.one_op import SAMPLES, Network, Shape, model_of
+from tests.plugins.one_op import INT8_SAMPLES, SAMPLES, Network, Shape, dtype_of, model_of
 
 pytestmark = pytest.mark.trt
 
@@ -28,17 +28,20 @@ def test_registry_has_every_op_with_its_attributes() -> None:
     assert "update_rule" in {field.name for field in carrier.field_names}
 
 
-@pytest.mark.parametrize("name", list(ops.OPS))
-def test_outputs(name: str) -> None:
-    attributes, inputs, outputs = SAMPLES[name]
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [*SAMPLES.items(), *INT8_SAMPLES.items()],
+    ids=[*SAMPLES, *(f"{name} int8" for name in INT8_SAMPLES)],
+)
+def test_outputs(name: str, sample: tuple[dict[str, Any], list[Shape], list[Shape]]) -> None:
+    attributes, inputs, outputs = sample
     net = Network(model_of(name, attributes, inputs))
     assert net.imported
+    kinds = {"float32": "FLOAT", "float16": "HALF", "int8": "INT8"}
     for i, shape in enumerate(outputs):
         tensor = net.network.get_output(i)
         assert tuple(tensor.shape) == shape
-        assert (
-            str(tensor.dtype) == f"DataType.{ {'float32': 'FLOAT', 'float16': 'HALF'}[ops.OPS[name].outputs[i].dtype] }"
-        )
+        assert str(tensor.dtype) == f"DataType.{kinds[dtype_of(ops.OPS[name].outputs[i], attributes)]}"
     assert net.build()
 
 
@@ -67,6 +70,8 @@ REFUSED = {
     "rows of another width": changed("GatedDeltaNet", {0: ("T", 391)}),
     "parameters of another size": changed("GatedDeltaNet", {3: (1065,)}),
     "odd rope": changed("GatedAttention", rope_dim=31),
+    "cache type": changed("GatedAttention", cache_type=-1),
+    "int8 cache without scales": changed("GatedAttention", {4: (2, 128, 2, 64)}, cache_type=1),
     "cache of other heads": changed("GatedAttention", {4: (2, 128, 4, 64)}),
     "tables of other width": changed("GatedAttention", {2: (2, "T", 8)}),
     "layer of seven types": changed("GatedDeltaNetLayer", types=[12, 12, 0, 30, 8, 12, 12]),
