@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.kernels import library as lib
-from tests.kernels.test_attention import NINE_B, Layer
+from tests.kernels.test_attention import F16, INT8, NINE_B, Layer, int8_rows
 from tests.kernels.test_gated_delta_net import Net, Shape
 from tests.oracle import kquant
 
@@ -98,13 +98,14 @@ def delta_net_time(t: int) -> float:
     return graph_time(launch, 48 if t <= 8 else 8)
 
 
-def attention_times(position: int, tokens: tuple[int, ...]) -> list[float]:
+def attention_times(position: int, tokens: tuple[int, ...], cache_type: int) -> list[float]:
     """Microseconds of gated attention of the 9B geometry at each T, over rotating layers."""
     rng = np.random.default_rng(0)
     capacity = position + max(tokens)
     some = (rng.standard_normal((512, 4, 256)) * 1.5).astype(np.float16)
+    some = some if cache_type == F16 else int8_rows(some)
     rows = np.tile(some, (-(-capacity // 512), 1, 1))[:capacity]
-    layers = [Layer(rng, NINE_B, capacity=8) for _ in range(8)]
+    layers = [Layer(rng, NINE_B, 8, cache_type=cache_type) for _ in range(8)]
     for layer in layers:
         layer.capacity, layer.caches = capacity, [lib.put(rows) for _ in range(2)]
 
@@ -137,8 +138,10 @@ def main() -> None:
         print(f"GDN 32 heads x 128, T={t}: {delta_net_time(t):.2f} us")
     tokens = (1, 4, 8, 512)
     for position in (1000, 16384, 32768):
-        times = zip(tokens, attention_times(position, tokens), strict=True)
-        print(f"attention 16/4 x 256, context {position}: " + ", ".join(f"T={t} {us:.2f}" for t, us in times) + " us")
+        for name, cache_type in (("f16", F16), ("int8", INT8)):
+            times = zip(tokens, attention_times(position, tokens, cache_type), strict=True)
+            cells = ", ".join(f"T={t} {us:.2f}" for t, us in times)
+            print(f"attention 16/4 x 256, context {position}, {name} cache: {cells} us")
 
 
 if __name__ == "__main__":
