@@ -23,9 +23,9 @@ __device__ __forceinline__ void multiply_queries(float (&acc)[MT][4], const __ha
 
 template <int D>
 struct HalfRows {
-    static constexpr int kBYTES = 2 * D;         // of a row in the cache
-    static constexpr int kPITCH = kBYTES + 16;   // of a row in a tile
-    static constexpr int kSTAGES = 1;            // tiles of keys, and of values, in shared memory
+    static constexpr int kVALUE_BYTES = 2 * D, kBYTES = kVALUE_BYTES;  // of a row's values; of a row in the cache
+    static constexpr int kPITCH = kBYTES + 16;                         // of a row in a tile
+    static constexpr int kSTAGES = 1;                                  // tiles of keys, and of values, in shared memory
     static constexpr int kVALUE_WARPS = D >= 128 ? 8 : D / 16;
     static constexpr int kTILES = D / kVALUE_WARPS / 8;  // 8-column tiles of a warp
     using Tile = uint8_t[kKEYS][kPITCH];
@@ -83,7 +83,7 @@ struct HalfRows {
 template <int D>
 struct ByteRows {
     static constexpr int kGROUP = D < 64 ? D : 64, kGROUPS = D / kGROUP;  // values of a scale; scales of a row
-    static constexpr int kBYTES = D + 16, kPITCH = kBYTES, kSTAGES = 2;
+    static constexpr int kVALUE_BYTES = D, kBYTES = D + 16, kPITCH = kBYTES, kSTAGES = 2;
     static constexpr int kVALUE_WARPS = D / 32, kTILES = 4;
     using Tile = uint8_t[kKEYS][kPITCH];
     static_assert(kGROUPS * sizeof(float) <= 16, "scales of a row");

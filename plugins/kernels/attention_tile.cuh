@@ -111,13 +111,17 @@ struct AttentionBlock {
     }
 
     __device__ __forceinline__ void copy_tile(typename Rows::Tile& to, const void* cache, int key0, int end) {
-        constexpr int kPIECES = Rows::kBYTES / 16;
-        for (int i = threadIdx.x; key0 < end && i < kKEYS * kPIECES; i += kATT_THREADS) {
-            const int j = i / kPIECES, at = i % kPIECES * 16;
+        constexpr int kPIECES = Rows::kVALUE_BYTES / 16;  // of a row; scales are one more
+        const auto copy = [&](int j, int at) {
             const bool there = key0 + j < end;
             const int64_t row = there ? key0 + j : 0;
-            cp_async_16(to[j] + at,
-                        static_cast<const uint8_t*>(cache) + (row * p.kv_heads + kv) * Rows::kBYTES + at, there);
+            cp_async_16(to[j] + at, static_cast<const uint8_t*>(cache) + (row * p.kv_heads + kv) * Rows::kBYTES + at,
+                        there);
+        };
+        if (key0 < end) {
+#pragma unroll
+            for (int i = threadIdx.x; i < kKEYS * kPIECES; i += kATT_THREADS) copy(i / kPIECES, i % kPIECES * 16);
+            if (Rows::kBYTES > Rows::kVALUE_BYTES && threadIdx.x < kKEYS) copy(threadIdx.x, Rows::kVALUE_BYTES);
         }
         cp_async_commit();
     }
