@@ -1,11 +1,12 @@
 """The interface between the speculative loop and whatever computes: one trunk engine, one draft engine.
 
-Both hold the state of one sequence. A *pass* processes the next T tokens of that sequence; a trunk pass is
-provisional until `commit` says how many of its tokens stay. Positions count from 0; `position` is the number of
-committed tokens, equal to the KV length.
+Both hold the state of one sequence; where they are `SharedTrunk` and `SharedDraft`, `another` makes engines for one
+more over the same weights, and state can be put aside and taken up again. A *pass* processes the next T tokens of that
+sequence; a trunk pass is provisional until `commit` says how many of its tokens stay. Positions count from 0;
+`position` is the number of committed tokens, equal to the KV length.
 
 Token choice belongs to the engine, because a GPU engine keeps logits on the device: the sampler given to `start` is a
-pure function of (logits, position), so plain and speculative runs choose alike.
+function of logits, position and the tokens before it, so plain and speculative runs choose alike.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-# (logits [R, V] float32, positions [R] of the tokens being chosen) -> token ids [R].
+# (logits [R, V] float32, positions [R] of the tokens being chosen) -> token ids [R]. The positions of a call follow
+# each other. A choice may depend on the tokens before it: those of the rows before it in the same call, and
+# before these what the calls before chose for the positions below the first.
 Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -108,3 +111,48 @@ class RoundEngine(DraftEngine, Protocol):
     def draft_and_verify(self, trunk: Any, tokens: Sequence[int], hidden: Any, n: int) -> DraftedPass | None:
         """As `draft`, then the trunk's `verify` of [tokens[-1], *drafts]. None: not with these samplers; nothing was
         done."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """State that an engine put aside: opaque, of ``nbytes``, never changed; ``count`` rows of KV caches (0: none)."""
+
+    data: Any
+    nbytes: int
+    count: int = 0
+
+
+@runtime_checkable
+class SharedTrunk(TrunkEngine, Protocol):
+    """A trunk whose weights serve several sequences.
+
+    One thread makes the passes of all its sequences, in any order: what a pass returned (hidden rows too) stays valid
+    until the next pass of the same sequence. State that was loaded and then extended is bit-equal to that of a sequence
+    that took all its tokens itself.
+    """
+
+    def another(self) -> SharedTrunk:
+        """A trunk for one more sequence, as after `start`. Raises ResourceError when there is no memory for it."""
+
+    def save_rows(self, first: int) -> SavedState:
+        """A copy of the KV rows first .. position - 1."""
+
+    def save_recurrent(self) -> SavedState:
+        """A copy of the state that has no rows: Gated DeltaNet and convolution after the committed tokens."""
+
+    def load(self, rows: Sequence[SavedState], recurrent: SavedState) -> None:
+        """Take up a sequence: rows from position 0 on, part by part, and the state at their end. After `start`."""
+
+
+@runtime_checkable
+class SharedDraft(DraftEngine, Protocol):
+    """A draft head whose weights serve several sequences; see `SharedTrunk`."""
+
+    def another(self, trunk: Any) -> SharedDraft:
+        """A head for one more sequence, that of ``trunk``, which another trunk's `another` made."""
+
+    def save_rows(self, first: int) -> SavedState:
+        """A copy of the rows first .. position - 1."""
+
+    def load(self, rows: Sequence[SavedState]) -> None:
+        """Take up a sequence's rows, part by part. After `start`."""

@@ -1,8 +1,9 @@
 """Trunk and draft engines on ONNX Runtime's CPU provider: the embedded default, and the oracle for other engines.
 
-State lives in NumPy buffers that the sessions read and write in place (I/O binding); a pass of T <= max_rows tokens has
-its binding made once. Recurrent state is kept twice: a pass reads one copy and writes the other, so rolling back is
-reading the old copy again and replaying the tokens that stay; the KV cache rolls back by its length.
+Engines of several sequences share the sessions. State lives in NumPy buffers that these read and write in place (I/O
+binding); a pass of T <= max_rows tokens has its binding made once. Recurrent state is kept twice: a pass reads one copy
+and writes the other, so rolling back is reading the old copy again and replaying the tokens that stay; the KV cache
+rolls back by its length.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from engines.manifest import Geometry, Manifest
-from runtime.engine import Pass, Sampler
+from runtime.engine import Pass, Sampler, SavedState
 from runtime.onnx_session import KvCache, check_version, load_session, run_session
 
 PREFILL_CHUNK = 256
@@ -38,7 +39,7 @@ def open_engines(
 
 
 class OnnxTrunkEngine:
-    """The trunk of one sequence (see `runtime.engine.TrunkEngine`). ``logits``: of the last pass, [rows, V] f32."""
+    """The trunk of one sequence (see `runtime.engine.SharedTrunk`). ``logits``: of the last pass, [rows, V] f32."""
 
     prefill_chunk = PREFILL_CHUNK
 
@@ -113,6 +114,24 @@ class OnnxTrunkEngine:
         self._position += n_keep
         self._pending = 0
 
+    def another(self) -> OnnxTrunkEngine:
+        return OnnxTrunkEngine(self._session, self._replay, self._geometry, self.context_size, self.max_rows)
+
+    def save_rows(self, first: int) -> SavedState:
+        return self._cache.save(first, self._position)
+
+    def save_recurrent(self) -> SavedState:
+        copies = [array.copy() for array in (*self._states[self._current], *self._convs)]
+        return SavedState(copies, sum(copy.nbytes for copy in copies))
+
+    def load(self, rows: Sequence[SavedState], recurrent: SavedState) -> None:
+        assert not self._position and not self._pending, (self._position, self._pending)
+        if self._cache.load(rows):
+            self._bindings.clear()
+        for array, saved in zip((*self._states[self._current], *self._convs), recurrent.data, strict=True):
+            array[:] = saved
+        self._position = sum(part.count for part in rows)
+
     def state(self) -> dict[str, np.ndarray]:
         """Copies of everything the committed tokens left behind: GDN state, conv window, KV rows below ``position``."""
         copies: dict[str, np.ndarray] = {}
@@ -186,7 +205,7 @@ class OnnxTrunkEngine:
 
 
 class OnnxDraftEngine:
-    """The NextN head of one sequence (see `runtime.engine.DraftEngine`). ``logits``: of its last step, [1, V] f32."""
+    """The NextN head of one sequence (see `runtime.engine.SharedDraft`). ``logits``: of its last step, [1, V] f32."""
 
     prefill_chunk = PREFILL_CHUNK
 
@@ -222,6 +241,18 @@ class OnnxDraftEngine:
                 tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
             drafted.append(tokens[0])
         return np.array(drafted, np.int64)
+
+    def another(self, trunk: OnnxTrunkEngine) -> OnnxDraftEngine:
+        return OnnxDraftEngine(self._session, self._geometry, self.context_size)
+
+    def save_rows(self, first: int) -> SavedState:
+        return self._cache.save(first, self._position)
+
+    def load(self, rows: Sequence[SavedState]) -> None:
+        assert not self._position, self._position
+        if self._cache.load(rows):
+            self._bindings.clear()
+        self._position = sum(part.count for part in rows)
 
     def zero_hidden(self) -> np.ndarray:
         return np.zeros((1, self._geometry.hidden_size), np.float32)

@@ -12,6 +12,7 @@ import onnxruntime as ort
 
 from engines.errors import EngineError, NumericError, ResourceError
 from engines.manifest import Geometry
+from runtime.engine import SavedState
 
 # Softmax, and the product with the values, must sum a key's share the same way whatever the cache length is. With
 # lengths of whole multiples of this, longer caches only append zeros to every partial sum.
@@ -79,6 +80,20 @@ class KvCache:
             self.values[name] = ort.OrtValue.ortvalue_from_numpy(grown)
         self.length = wanted
         return True
+
+    def save(self, first: int, last: int) -> SavedState:
+        """A copy of rows first .. last - 1."""
+        copies = {name: buffer[:, :, first:last].copy() for name, buffer in self.buffers.items()}
+        return SavedState(copies, sum(copy.nbytes for copy in copies.values()), last - first)
+
+    def load(self, parts: Sequence[SavedState]) -> bool:
+        """Write saved rows from position 0 on; whether the buffers moved."""
+        moved, position = self.reserve(sum(part.count for part in parts)), 0
+        for part in parts:
+            for name, rows in part.data.items():
+                self.buffers[name][:, :, position : position + part.count] = rows
+            position += part.count
+        return moved
 
     @contextlib.contextmanager
     def scrubbed_on_error(self) -> Iterator[None]:

@@ -13,8 +13,8 @@ from tests.runtime.conftest import Generate
 
 JSON_KEYS = {"text", "tokens", "prompt_tokens", "finish_reason", "backend", "spec_type", "seed", "timings"}
 TIMING_KEYS = {
-    "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
-    "verify_steps", "acceptance_rate", "tokens_per_step",
+    "cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n",
+    "draft_n_accepted", "verify_steps", "acceptance_rate", "tokens_per_step",
 }  # fmt: skip
 
 

@@ -1,0 +1,95 @@
+"""The true rows that a draft head has not taken yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from runtime.engine import DraftEngine, Pass, RoundEngine, Sampler, TrunkEngine
+
+
+class HeadQueue:
+    """The draft head and the true rows that it has not taken yet. Without an engine it keeps and drafts nothing.
+
+    A round's tokens and their hidden rows wait here and ride along with the next draft, where they cost next to
+    nothing. While drafting is off they pile up and are fed in whole chunks.
+    """
+
+    def __init__(self, engine: DraftEngine | None) -> None:
+        self._engine = engine
+        self._tokens: list[int] = []
+        self._hidden: list[Any] = []
+
+    def start(self, sampler: Sampler, first_token: int) -> None:
+        """Begin a new sequence."""
+        self._tokens, self._hidden = [], []
+        if self._engine:
+            self._engine.start(sampler)
+            self.take([first_token], self._engine.zero_hidden())
+
+    def resume(self, next_token: int, hidden: Any) -> None:
+        """The engine holds the rows of a sequence up to here; hidden [1, D]: of the position before ``next_token``."""
+        self._tokens, self._hidden = [], []
+        self.take([next_token], hidden)
+
+    def last_hidden(self) -> Any:
+        """A copy of the last queued row, [1, D]."""
+        assert self._engine is not None and self._hidden
+        return self._engine.join([self._hidden[-1][len(self._hidden[-1]) - 1 :]])
+
+    def take(self, tokens: Sequence[int], hidden: Any) -> None:
+        """Queue rows: tokens [T], each with the trunk's hidden of the position before it, [T, D]."""
+        if self._engine:
+            self._tokens.extend(int(token) for token in tokens)
+            self._hidden.append(hidden)
+
+    def feed(self, keep: int) -> None:
+        """Let the engine take queued rows, in chunks, until the last ``keep`` are left."""
+        n = len(self._tokens) - keep
+        if not self._engine or n <= 0:
+            return
+        hidden = self._joined()
+        for first in range(0, n, self._engine.prefill_chunk):
+            piece = slice(first, min(first + self._engine.prefill_chunk, n))
+            self._engine.prefill(self._tokens[piece], hidden[piece])
+        # The rows of a pass last until the next one, a copy stays.
+        self._tokens, self._hidden = self._tokens[n:], [self._engine.join([hidden[n:]])]
+
+    def draft_and_verify(
+        self, trunk: TrunkEngine, last: int, n: int, began: float, clock: Callable[[], float]
+    ) -> tuple[list[int], int, Pass, float]:
+        """Draft n tokens, let the trunk verify them after ``last``: (drafts, rows taken, outcome, ms of drafting).
+
+        Drafting and verifying are one call where the engines offer it. began: the round's, on ``clock``."""
+        n_queued = len(self._tokens)
+        if n and isinstance(self._engine, RoundEngine) and n_queued <= self._engine.prefill_chunk:
+            both = self._engine.draft_and_verify(trunk, self._tokens, self._joined(), n)
+            if both is not None:
+                self._tokens, self._hidden = [], []
+                draft_ms = both.draft_share * 1000.0 * (clock() - began)
+                return [int(token) for token in both.drafts], n_queued, both.result, draft_ms
+        drafts, n_rows = self.draft(n)
+        draft_ms = 1000.0 * (clock() - began)
+        return drafts, n_rows, trunk.verify([last, *drafts]), draft_ms
+
+    def draft(self, n: int) -> tuple[list[int], int]:
+        """Take the queued rows and draft n tokens after them: (drafts, rows taken).
+
+        n = 0 drafts nothing and keeps the rows, unless there are more than the engine takes at once.
+        """
+        if not self._engine:
+            return [], 0
+        n_queued = len(self._tokens)
+        if n_queued > self._engine.prefill_chunk:
+            self.feed(keep=1)
+        if n == 0:
+            self._hidden[-1:] = [self._engine.join(self._hidden[-1:])]
+            return [], n_queued - len(self._tokens)
+        drafts = self._engine.draft(self._tokens, self._joined(), n)
+        assert len(drafts) == n, f"asked for {n} drafts, got {len(drafts)}"
+        self._tokens, self._hidden = [], []
+        return [int(token) for token in drafts], n_queued
+
+    def _joined(self) -> Any:
+        assert self._engine is not None
+        return self._hidden[0] if len(self._hidden) == 1 else self._engine.join(self._hidden)
