@@ -9,6 +9,7 @@ TENSORRT ?= tensorrt-rtx-cu13
 PYTEST_FLAGS ?=
 ARCHITECTURES ?= 80-real;86-real;89-real;90-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
+TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 CUDA_PIP := $(CURDIR)/build/cuda/nvidia/cu13
 BIN := $(VENV)/bin
 
@@ -57,10 +58,21 @@ engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT e
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-tensorrt plugins  ## Kernels and engines; fails without an NVIDIA GPU.
 	$(BIN)/python -m pytest -m gpu --require-gpu $(PYTEST_FLAGS)
 
-lint: $(VENV)/.installed-test
+# Types are checked against full TensorRT, the oldest that will do and the newest that has stubs; a file of wrong uses
+# shows that wrong uses are found.
+lint: $(VENV)/.installed-test $(TENSORRT_STUBS:%=build/stubs/%/.installed)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	set -e; for version in $(TENSORRT_STUBS); do \
+	  export MYPYPATH=build/stubs/$$version; $(BIN)/mypy; $(BIN)/mypy tests/plugins/tensorrt_misuse.py; done
+
+# Three slips in the stubs would stop or blind the check: a parameter named as a keyword, one without a default after one
+# with, and a constant named bool, which takes the place of the type.
+build/stubs/%/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --target build/stubs/$* tensorrt-stubs==$*
+	sed -i -e 's/\bin: list\[/in_: list[/' -e 's/channel_axis: int) ->/channel_axis: int = ...) ->/' -e 's/^bool:/bool_:/' \
+	  build/stubs/$*/tensorrt_bindings/tensorrt.pyi
+	touch $@
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff format .

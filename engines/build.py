@@ -59,10 +59,9 @@ def build_engines(
     there when something is built. Raises UsageError (options), EngineError, ResourceError."""
     manifest = load_manifest(folder)
     options = _checked(options, manifest, folder)
-    trt = tensorrt()
-    digest = library_digest(load_plugins(library))
+    chosen, digest = tensorrt(), library_digest(load_plugins(library))
     models = {role: manifest.file(folder, role) for role in ROLES if role in manifest.files}
-    key = _build_key(models, options, manifest, f"{trt.name} {trt.version}", digest)
+    key = _build_key(models, options, manifest, f"{chosen.name} {chosen.version}", digest)
     kept = _kept(folder, key)
     if kept is not None:
         return kept, False
@@ -90,8 +89,8 @@ def build_engines(
     result = EngineManifest(
         build_key=key,
         content_key=manifest.content_key,
-        tensorrt=trt.name,
-        tensorrt_version=trt.version,
+        tensorrt=chosen.name,
+        tensorrt_version=chosen.version,
         plugins=digest,
         options=options,
         engines=made,
@@ -117,7 +116,6 @@ def _build_role(
     file = folder / f"{role}.engine"
     with packed(form, folder) if options.embed_weights else nullcontext():
         nbytes, digest = build_engine(
-            tensorrt(),
             fixed,
             path,
             profiles,

@@ -15,7 +15,7 @@ from engines.errors import EngineError, ResourceError
 from export.rtx16_dialect import to_rtx16
 from export.weight_inputs import weights_as_inputs
 from plugins import ops
-from plugins.load import TensorRT
+from plugins.load import tensorrt, trt
 from plugins.log import Messages, logger, messages
 
 _DTYPES: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.INT32: "int32"}
@@ -53,7 +53,6 @@ def bindings(model: onnx.ModelProto) -> tuple[tuple[Binding, ...], tuple[Binding
 
 
 def build_engine(
-    trt: TensorRT,
     model: onnx.ModelProto,
     model_path: Path,
     profiles: Sequence[Profile],
@@ -70,14 +69,13 @@ def build_engine(
     what ``progress`` raises."""
     if not embed_weights:
         model = weights_as_inputs(model)
-    if not trt.imports_by_name:
+    if not tensorrt().imports_by_name:
         model = to_rtx16(model)
     with messages() as log:
-        return _build(trt, model, model_path, profiles, engine_path, progress, log, layers)
+        return _build(model, model_path, profiles, engine_path, progress, log, layers)
 
 
 def _build(
-    trt: TensorRT,
     model: onnx.ModelProto,
     model_path: Path,
     profiles: Sequence[Profile],
@@ -86,44 +84,59 @@ def _build(
     log: Messages,
     layers: list[str] | None,
 ) -> tuple[int, str]:
-    builder = trt.module.Builder(logger())
-    network = builder.create_network(1 << int(trt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.module.OnnxParser(network, logger())
+    builder = trt.Builder(logger())
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger())
+    name = f"{tensorrt().name} {tensorrt().version}"
     if not parser.parse(model.SerializeToString(), str(model_path)):
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-        raise EngineError(f"{model_path}: {trt.name} {trt.version} cannot import it: {errors or log.first_error}")
+        raise EngineError(f"{model_path}: {name} cannot import it: {errors or log.first_error}")
     guard = _Guard()
-    config = _config(trt.module, builder, network, profiles)
-    monitor = _monitor(trt.module, progress, guard)
+    config = _config(builder, network, profiles)
+    monitor = _monitor(progress, guard)
     config.progress_monitor = monitor
     with open(engine_path, "wb") as file:
         output = _Output(file)
-        stream = _stream(trt.module, output, guard)
-        done = builder.build_serialized_network_to_stream(network, config, stream)
+        done = _serialize(builder, network, config, output, guard)
         guard.check(engine_path)
     if not done:
-        raise EngineError(f"{model_path}: {trt.name} {trt.version} builds no engine: {log.first_error}")
+        raise EngineError(f"{model_path}: {name} builds no engine: {log.first_error}")
     if layers is not None:
         layers.extend(log.layers)
     return output.nbytes, output.digest.hexdigest()
 
 
-def _config(module: Any, builder: Any, network: Any, profiles: Sequence[Profile]) -> Any:
+def _config(builder: trt.Builder, network: trt.INetworkDefinition, profiles: Sequence[Profile]) -> trt.IBuilderConfig:
     config = builder.create_builder_config()
-    config.set_preview_feature(module.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.max_aux_streams = 0  # one stream: a pass is captured as a CUDA graph, and its kernels overlap by themselves
     # Not REQUIRE_USER_ALLOCATION: such engines end the process at their first pass when a size is dynamic (RTX 1.6).
     for limits in profiles:
         profile = builder.create_optimization_profile()
         for index in range(network.num_inputs):
             tensor = network.get_input(index)
-            if -1 not in tensor.shape:
+            shape = tensor.shape[:]
+            if -1 not in shape:
                 continue
             largest = limits.max_rows if tensor.name == "rows" else limits.max_tokens
-            shapes = [tuple(size if dim == -1 else dim for dim in tensor.shape) for size in (1, largest, largest)]
-            profile.set_shape(tensor.name, *shapes)
+            low, high = (trt.Dims([size if dim == -1 else dim for dim in shape]) for size in (1, largest))
+            profile.set_shape(tensor.name, min=low, opt=high, max=high)
         config.add_optimization_profile(profile)
     return config
+
+
+def _serialize(
+    builder: trt.Builder,
+    network: trt.INetworkDefinition,
+    config: trt.IBuilderConfig,
+    output: _Output,
+    guard: _Guard,
+) -> bool:
+    """Build. The engine is written piece by piece, where TensorRT can do that; full TensorRT can from 10.13 on."""
+    if hasattr(builder, "build_serialized_network_to_stream"):
+        return builder.build_serialized_network_to_stream(network, config, _stream(trt, output, guard))
+    plan = builder.build_serialized_network(network, config)
+    return plan is not None and guard.run(lambda: output.write(memoryview(plan)))
 
 
 class _Guard:
@@ -155,16 +168,18 @@ class _Output:
         self._file, self.nbytes = file, 0
         self.digest = hashlib.blake2b(digest_size=20)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self.digest.update(data)
         self.nbytes += len(data)
 
 
-def _stream(module: Any, output: _Output, guard: _Guard) -> Any:
-    class Stream(module.IStreamWriter):
+def _stream(api: Any, output: _Output, guard: _Guard) -> Any:
+    # The API is not typed here: IStreamWriter is younger than the oldest TensorRT that will do, and is called back with
+    # the bytes alone, which its stubs do not say.
+    class Stream(api.IStreamWriter):
         def __init__(self) -> None:
-            module.IStreamWriter.__init__(self)
+            api.IStreamWriter.__init__(self)
 
         def write(self, data: bytes) -> int:
             return len(data) if guard.run(lambda: output.write(data)) else 0
@@ -172,10 +187,10 @@ def _stream(module: Any, output: _Output, guard: _Guard) -> Any:
     return Stream()
 
 
-def _monitor(module: Any, progress: Progress, guard: _Guard) -> Any:
-    class Monitor(module.IProgressMonitor):
+def _monitor(progress: Progress, guard: _Guard) -> trt.IProgressMonitor:
+    class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
-            module.IProgressMonitor.__init__(self)
+            trt.IProgressMonitor.__init__(self)
             self._steps: dict[str, int] = {}
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engines.errors import EngineError
 from plugins.ops import OPS, VERSION
@@ -59,6 +59,21 @@ def tensorrt() -> TensorRT:
     )
 
 
+class _Chosen:
+    """Has the attributes of the TensorRT in use, which is chosen when one of them is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tensorrt().module, name)
+
+
+# TensorRT's API, whichever package it is of: `trt.Builder(...)`. A type checker sees full TensorRT's, if its stubs are
+# there (`make lint` brings them).
+if TYPE_CHECKING:
+    import tensorrt as trt
+else:
+    trt = _Chosen()
+
+
 def find_library(path: Path | None = None) -> Path:
     """The plugin library: ``path``, or the first of LIBRARY_PLACES. Raises EngineError naming what was tried."""
     tried = (path,) if path is not None else LIBRARY_PLACES
@@ -88,17 +103,17 @@ _loaded: list[Path] = []
 def _load(library: Path) -> Path:
     if _loaded:
         return _loaded[0]
-    trt = tensorrt()
+    chosen = tensorrt()
     try:
         # First by the system's loader: it says what is wrong with a library, the registry does not.
         ctypes.CDLL(str(library))
     except OSError as error:
         raise EngineError(f"{library}: the plugin library does not load ({error}); build it again") from error
-    registry = trt.module.get_plugin_registry()
+    registry: trt.IPluginRegistry = trt.get_plugin_registry()
     if registry.load_library(str(library)) is None:
         raise EngineError(
-            f"{library}: {trt.name} {trt.version} refuses the plugin library (no creators in it, or another library "
-            "has registered ops of the same names); build it again"
+            f"{library}: {chosen.name} {chosen.version} refuses the plugin library (no creators in it, or another "
+            "library has registered ops of the same names); build it again"
         )
     missing = [name for name in OPS if registry.get_creator(name, VERSION, "") is None]
     if missing:
@@ -110,8 +125,8 @@ def _load(library: Path) -> Path:
 def prepare_parser() -> None:
     """Make TensorRT-RTX's ONNX parser usable: it opens its core library by the unversioned name, which the wheel does
     not bring, and ends the process when that fails. Puts a link beside it. Raises EngineError."""
-    trt = tensorrt()
-    if trt.name != "tensorrt_rtx":
+    chosen = tensorrt()
+    if chosen.name != "tensorrt_rtx":
         return
     spec = importlib.util.find_spec("tensorrt_rtx_libs")
     for folder in map(Path, spec.submodule_search_locations or () if spec else ()):
@@ -124,7 +139,7 @@ def prepare_parser() -> None:
             continue
         except OSError as error:
             raise EngineError(
-                f"{link}: missing, and {trt.name} {trt.version} cannot parse without it ({error.strerror}); "
+                f"{link}: missing, and {chosen.name} {chosen.version} cannot parse without it ({error.strerror}); "
                 f"run `ln -s {core.name} {link}` as the owner of that folder"
             ) from error
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
-from plugins.load import tensorrt
+from plugins.load import trt
 
 _LISTING = "Engine Layer Information"
 
@@ -41,16 +40,15 @@ def messages() -> Iterator[Messages]:
 
 
 @cache
-def logger() -> Any:
+def logger() -> trt.ILogger:
     """The logger to give to every Builder, OnnxParser and Runtime."""
-    base = tensorrt().module.ILogger
 
-    class Logger(base):  # type: ignore[misc,valid-type]
+    class Logger(trt.ILogger):
         def __init__(self) -> None:
-            base.__init__(self)
+            trt.ILogger.__init__(self)
 
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= base.Severity.ERROR:
+        def log(self, severity: trt.ILogger.Severity, message: str) -> None:
+            if severity <= trt.ILogger.Severity.ERROR:
                 for listener in _listeners:
                     listener.errors.append(message)
             elif message.startswith(_LISTING):

@@ -37,7 +37,7 @@ def open_engines(
     _check_sizes(folder, engines, context_size, max_rows)
     library = _check_made_for(folder, engines, manifest)
     device = cuda.open_device()
-    loader = EngineLoader(tensorrt(), device)
+    loader = EngineLoader(device)
     load_plugins(library)
     stream = cuda.Stream()
     roles = ["trunk", "draft"] if draft and "draft" in engines.engines else ["trunk"]
@@ -107,8 +107,7 @@ def _check_made_for(folder: Path, engines: EngineManifest, manifest: Manifest) -
             f"{folder}: the engines were built for another model than the one exported there; "
             "run `python -m engines.build` again"
         )
-    trt = tensorrt()
-    built, found = f"{engines.tensorrt} {engines.tensorrt_version}", f"{trt.name} {trt.version}"
+    built, found = f"{engines.tensorrt} {engines.tensorrt_version}", f"{tensorrt().name} {tensorrt().version}"
     if built != found:
         raise EngineError(
             f"{folder}: the engines were built by {built}, this is {found}; install that version, or run "

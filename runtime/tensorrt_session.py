@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.engine_manifest import Engine, EngineManifest, Profile
 from engines.errors import EngineError, ResourceError
-from plugins.load import TensorRT
+from plugins.load import tensorrt, trt
 from plugins.log import Messages, logger, messages
 from runtime.cuda import Device, DeviceBuffer, Stream
 
@@ -27,7 +27,7 @@ class EngineSession:
         self._loader, self._stream = loader, stream
         self._engine = loader.load(self._path, self._spec)
         self._profiles = {profile.name: index for index, profile in enumerate(self._spec.profiles)}
-        self._contexts: dict[str, Any] = {}
+        self._contexts: dict[str, trt.IExecutionContext] = {}
         self._dynamic = [binding for binding in self._spec.inputs if not all(isinstance(n, int) for n in binding.shape)]
         if self._engine.num_optimization_profiles != len(self._spec.profiles):
             raise EngineError(f"{self._path}: not the engine that engines.json describes; {_REBUILD}")
@@ -84,7 +84,7 @@ class EngineSession:
             if not context.execute_async_v3(self._stream.handle):
                 raise self._loader.error(f"{self._path}: a {profile} pass of {tokens} tokens failed", log)
 
-    def _set_address(self, context: Any, name: str, address: int) -> None:
+    def _set_address(self, context: trt.IExecutionContext, name: str, address: int) -> None:
         with messages() as log:
             if not context.set_tensor_address(name, address):
                 raise self._loader.error(f"{self._path}: takes no memory for {name}", log)
@@ -93,11 +93,11 @@ class EngineSession:
 class EngineLoader:
     """TensorRT's runtime on one GPU. The plugins must be loaded."""
 
-    def __init__(self, trt: TensorRT, device: Device) -> None:
-        self._trt, self._device = trt, device
-        self._runtime = trt.module.Runtime(logger())
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._runtime = trt.Runtime(logger())
 
-    def load(self, path: Path, spec: Engine) -> Any:
+    def load(self, path: Path, spec: Engine) -> trt.ICudaEngine:
         """Deserialise an engine. Raises EngineError (damaged, of another version, GPU not supported)."""
         try:
             data = path.read_bytes()
@@ -111,20 +111,14 @@ class EngineLoader:
                 raise self.error(f"{path}: cannot be loaded on {self._device}", log)
         return engine
 
-    def context(self, engine: Any, path: Path) -> Any:
+    def context(self, engine: trt.ICudaEngine, path: Path) -> trt.IExecutionContext:
         """An execution context whose memory is ours."""
-        module = self._trt.module
-        how = module.ExecutionContextAllocationStrategy.USER_MANAGED
-        if hasattr(module, "DynamicShapesKernelSpecializationStrategy"):
-            config = engine.create_runtime_config()
-            config.set_execution_context_allocation_strategy(how)
-            # TensorRT-RTX compiles kernels for shapes as it meets them. One kernel for all shapes leaves nothing to
-            # compile while a pass is being recorded, and rounds a token alike in passes of any size.
-            specialization = module.DynamicShapesKernelSpecializationStrategy
-            config.dynamic_shapes_kernel_specialization_strategy = specialization.NONE
-            how = config
+        ours = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         with messages() as log:
-            context = engine.create_execution_context(how)
+            if hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
+                context = engine.create_execution_context(_rtx_config(trt, engine, ours))
+            else:
+                context = engine.create_execution_context(ours)
             if context is None:
                 raise self.error(f"{path}: no execution context", log)
         return context
@@ -132,7 +126,7 @@ class EngineLoader:
     def error(self, what: str, log: Messages) -> EngineError | ResourceError:
         """The exception for a failed call, by the first error that TensorRT logged about it."""
         reason = " ".join(log.first_error.split())
-        name = f"{self._trt.name} {self._trt.version}"
+        name = f"{tensorrt().name} {tensorrt().version}"
         if "compute capability" in reason.lower():
             return EngineError(
                 f"{what}: {name} does not support this GPU ({reason}); install another TensorRT and build again"
@@ -140,3 +134,15 @@ class EngineLoader:
         if "out of memory" in reason.lower() or "OutOfMemory" in reason:
             return ResourceError(f"{what}: out of GPU memory ({reason}); use engines with a smaller --context")
         return EngineError(f"{what}: {name} says: {reason}; {_REBUILD}")
+
+
+def _rtx_config(api: Any, engine: Any, strategy: Any) -> Any:
+    """TensorRT-RTX's way of making contexts. Not typed: full TensorRT, whose stubs a type checker sees, has no such
+    settings.
+
+    TensorRT-RTX compiles kernels for shapes as it meets them. One kernel for all shapes leaves nothing to compile while
+    a pass is being recorded, and rounds a token alike in passes of any size."""
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(strategy)
+    config.dynamic_shapes_kernel_specialization_strategy = api.DynamicShapesKernelSpecializationStrategy.NONE
+    return config

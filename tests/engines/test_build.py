@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,28 @@ def test_a_failed_build_keeps_the_old_engines(folder: Path, monkeypatch: pytest.
     for role in before.engines:
         assert before.file(folder, role).is_file()
     assert not [path for path in folder.iterdir() if path.name.endswith(".part")]
+
+
+@pytest.mark.trt
+def test_a_tensorrt_that_writes_no_streams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As full TensorRT before 10.13: the engine comes as one piece of memory."""
+    real = network.trt.Builder
+
+    class Builder:
+        def __init__(self, logger: object) -> None:
+            self._real = real(logger)
+
+        def __getattr__(self, name: str) -> object:
+            if name == "build_serialized_network_to_stream":
+                raise AttributeError(name)
+            return getattr(self._real, name)
+
+    monkeypatch.setattr(network.trt, "Builder", Builder, raising=False)
+    manifest, _ = build_engines(folder, OPTIONS)
+    for role, engine in manifest.engines.items():
+        data = manifest.file(folder, role).read_bytes()
+        assert len(data) == engine.nbytes > 1000
+        assert blake2b(data, digest_size=20).hexdigest() == engine.digest
 
 
 @pytest.mark.trt

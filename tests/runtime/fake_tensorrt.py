@@ -225,7 +225,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(tensorrt_session, "logger", lambda: log)
     monkeypatch.setattr(tensorrt_session, "messages", lambda: log)
     monkeypatch.setattr(token_choice.ctypes, "CDLL", lambda path: gpu.kernels)
-    monkeypatch.setattr(engine_tensorrt, "tensorrt", lambda: TensorRT(gpu.module, "tensorrt_rtx", gpu.version))
+    for module in (engine_tensorrt, tensorrt_session):
+        monkeypatch.setattr(module, "tensorrt", lambda: TensorRT(gpu.module, "tensorrt_rtx", gpu.version))
+    monkeypatch.setattr(tensorrt_session, "trt", gpu.module)
     monkeypatch.setattr(engine_tensorrt, "find_library", lambda: Path("/library/libnextn_plugins.so"))
     monkeypatch.setattr(engine_tensorrt, "library_digest", lambda library: gpu.digest)
     monkeypatch.setattr(engine_tensorrt, "load_plugins", lambda library: library)
