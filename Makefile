@@ -10,7 +10,7 @@ PYTEST_FLAGS ?=
 ARCHITECTURES ?= 80-real;86-real;89-real;90-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
 TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
-CUDA_PIP := $(CURDIR)/build/cuda/nvidia/cu13
+NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
 .PHONY: setup demo test plugins engines test-gpu lint format export check bench clean
@@ -39,17 +39,13 @@ $(VENV)/.installed-tensorrt: $(VENV)/.installed
 
 plugins: build/plugins/libnextn_plugins.so
 
-build/plugins/libnextn_plugins.so: $(if $(NVCC),,build/cuda/.installed) $(wildcard plugins/CMakeLists.txt plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
-	$(if $(NVCC),,CUDACXX=$(CUDA_PIP)/bin/nvcc) cmake -S plugins -B build/plugins \
-	  -DNEXTN_ARCHITECTURES="$(ARCHITECTURES)" $(if $(NVCC),,-DCUDAToolkit_ROOT=$(CUDA_PIP))
+build/plugins/libnextn_plugins.so: $(if $(NVCC),,build/cuda/.installed) $(wildcard plugins/CMakeLists.txt plugins/*.cmake plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
+	cmake -S plugins -B build/plugins -DNEXTN_ARCHITECTURES="$(ARCHITECTURES)" -DCMAKE_PREFIX_PATH=$(CURDIR)/build/cuda
 	cmake --build build/plugins --parallel 2
 
-# A machine without a CUDA compiler gets the one of the pip packages, which lack two links that CMake looks for.
+# A machine without a CUDA compiler gets the one of the pip packages.
 build/cuda/.installed:
-	$(PYTHON) -m pip install --quiet --target build/cuda nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 \
-	  nvidia-cuda-crt==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
-	ln -sfn lib $(CUDA_PIP)/lib64
-	ln -sfn libcudart.so.13 $(CUDA_PIP)/lib/libcudart.so
+	$(PYTHON) -m pip install --quiet --target build/cuda $(NVCC_PACKAGES)
 	touch $@
 
 engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT engines; needs no GPU.

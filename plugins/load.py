@@ -17,8 +17,11 @@ from plugins.ops import OPS, VERSION
 
 LIBRARY_NAME = "libnextn_plugins.so"
 _HERE = Path(__file__).resolve().parent
-# Where an installation and a build in the source tree leave the library.
-LIBRARY_PLACES = (_HERE / LIBRARY_NAME, _HERE.parent / "build" / "plugins" / LIBRARY_NAME)
+# Where an installation leaves the library, and, if this is a source tree, a build there.
+LIBRARY_PLACES = (
+    _HERE / LIBRARY_NAME,
+    *([_HERE.parent / "build" / "plugins" / LIBRARY_NAME] if (_HERE / "CMakeLists.txt").is_file() else []),
+)
 # TensorRT-RTX first: it is what pip installs whole, and the smaller requirement.
 _MODULES = ("tensorrt_rtx", "tensorrt")
 _OLDEST = {"tensorrt_rtx": (1, 6), "tensorrt": (10, 8)}
@@ -82,7 +85,7 @@ def find_library(path: Path | None = None) -> Path:
             return each.resolve()
     raise EngineError(
         f"plugin library not found: {' and '.join(map(str, tried))} {'is' if len(tried) == 1 else 'are'} missing; "
-        "build it with `cmake -S plugins -B build/plugins && cmake --build build/plugins`"
+        "`make plugins` builds it in a source tree, `pip install .` on Linux, without NEXTN_PLUGINS=0, installs it"
     )
 
 

@@ -75,7 +75,7 @@ def test_broken_tensorrt(fresh: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_library_names_what_was_tried(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=rf"{tmp_path}/a\.so is missing; build it with `cmake"):
+    with pytest.raises(EngineError, match=rf"{tmp_path}/a\.so is missing; `make plugins` builds it"):
         load.load_plugins(tmp_path / "a.so")
     fresh.setattr(load, "LIBRARY_PLACES", (tmp_path / "b.so", tmp_path / "c.so"))
     with pytest.raises(EngineError, match=r"b\.so and .*c\.so are missing"):
