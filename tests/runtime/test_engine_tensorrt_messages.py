@@ -120,7 +120,7 @@ def test_plugin_library_missing(gpu: FakeGpu, folder: Path, monkeypatch: pytest.
     monkeypatch.undo()
     monkeypatch.setattr("plugins.load.LIBRARY_PLACES", (folder / "libnextn_plugins.so",))
     monkeypatch.setattr("runtime.engine_tensorrt.tensorrt", lambda: TensorRT(None, "tensorrt_rtx", "1.6.1.120"))
-    refused(folder, EngineError, "libnextn_plugins.so", "cmake")
+    refused(folder, EngineError, "libnextn_plugins.so", "make plugins")
 
 
 def test_too_little_memory_is_said_before_any_is_taken(gpu: FakeGpu, folder: Path) -> None:
