@@ -12,6 +12,7 @@ from onnx import TensorProto
 
 from engines.engine_manifest import Binding, Profile
 from engines.errors import EngineError, ResourceError
+from engines.mapped_weights import MappedWeights
 from export.rtx16_dialect import to_rtx16
 from export.weight_inputs import weights_as_inputs
 from plugins import ops
@@ -71,13 +72,14 @@ def build_engine(
         model = weights_as_inputs(model)
     if not tensorrt().imports_by_name:
         model = to_rtx16(model)
-    with messages() as log:
-        return _build(model, model_path, profiles, engine_path, progress, log, layers)
+    with messages() as log, MappedWeights(model, model_path.parent) as weights:
+        return _build(model, model_path, weights, profiles, engine_path, progress, log, layers)
 
 
 def _build(
     model: onnx.ModelProto,
     model_path: Path,
+    weights: MappedWeights,
     profiles: Sequence[Profile],
     engine_path: Path,
     progress: Progress,
@@ -88,7 +90,7 @@ def _build(
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger())
     name = f"{tensorrt().name} {tensorrt().version}"
-    if not parser.parse(model.SerializeToString(), str(model_path)):
+    if not _import(parser, model, model_path, weights):
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise EngineError(f"{model_path}: {name} cannot import it: {errors or log.first_error}")
     guard = _Guard()
@@ -104,6 +106,15 @@ def _build(
     if layers is not None:
         layers.extend(log.layers)
     return output.nbytes, output.digest.hexdigest()
+
+
+def _import(parser: Any, model: onnx.ModelProto, model_path: Path, weights: MappedWeights) -> bool:
+    """Whether the parser took the model, its weights being ours; full TensorRT before 10.13 maps them itself."""
+    if not hasattr(parser, "load_initializer"):
+        return bool(parser.parse(model.SerializeToString(), str(model_path)))
+    loaded = parser.load_model_proto(model.SerializeToString(), str(model_path))
+    loaded = loaded and all(parser.load_initializer(*place) for place in weights.places)
+    return bool(loaded and parser.parse_model_proto())
 
 
 def _config(builder: trt.Builder, network: trt.INetworkDefinition, profiles: Sequence[Profile]) -> trt.IBuilderConfig:
