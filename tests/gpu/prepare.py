@@ -1,20 +1,22 @@
 """Everything that the GPU tests read, made on a machine without a GPU: `python -m tests.gpu.prepare DIR`.
 
-Per model an exported folder with its engines, and of the trained model the logits that ONNX Runtime gives over the
-recorded texts. On a GPU machine with the whole project the tests make it themselves; for one that lacks packages, copy
+Per model an exported folder with its engines and the logits that ONNX Runtime gives over some text; of the trained model
+also llama.cpp's logits over the same text, and what drafting on ONNX Runtime has accepted. On a GPU machine with the whole project the tests make it themselves; for one that lacks packages, copy
 DIR there and give it to pytest as --prepared (docs/gpu.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from engines.engine_manifest import EngineOptions
 from engines.manifest import load_manifest
-from tests.peer.speculation import recorded
+from tests.peer.speculation import NEW_TOKENS, recorded
 
 # Engines of single ops instead of whole layers, of the model that the rest of the name says.
 SINGLE_OPS = ".ops"
@@ -36,7 +38,10 @@ CONTEXT = 4096
 PREFILL_CHUNK = 256
 # Rows of each recorded text that are compared: a prompt and the begin of its continuation. 24 texts.
 TEXT_TOKENS = 88
+# Drafts a round of the recorded acceptance.
+DRAFTS = 3
 _LEVELS = 4095
+ONNXRUNTIME, LLAMACPP = "onnxruntime", "llamacpp"
 
 
 def prepare(folder: Path, plugins: Path | None = None) -> Path:
@@ -54,8 +59,12 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
         options = EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False, lowering)
         build_engines(folder / name, options, library=plugins)
     for name in ("trained", *RANDOM_MODELS):
-        if not _reference(folder, name).exists():
-            write_reference(folder, name)
+        if not _reference(folder, name, ONNXRUNTIME).exists():
+            _write_reference(folder, name, ONNXRUNTIME, onnxruntime_rows(folder, name))
+    if not _reference(folder, "trained", LLAMACPP).exists():
+        _write_reference(folder, "trained", LLAMACPP, llamacpp_rows(folder))
+    if not _acceptance(folder).exists():
+        _acceptance(folder).write_text(json.dumps(onnxruntime_acceptance(folder)))
     return folder
 
 
@@ -80,29 +89,74 @@ def texts(folder: Path, name: str) -> list[list[int]]:
     return [np.random.default_rng(3).integers(0, manifest.geometry.vocab_size, n).tolist()]
 
 
-def write_reference(folder: Path, name: str) -> None:
-    """ONNX Runtime's logits over `texts` [N, T, V], each row as levels between its least and its largest, and each
-    row's best token."""
+def onnxruntime_rows(folder: Path, name: str) -> np.ndarray:
+    """ONNX Runtime's logits over `texts`, [N, T, V] f32."""
     from tests.exported import export, trunk_rows
 
     trunk = export(model_file(folder, name), folder / ".canonical" / name).trunk()
-    rows = np.stack([trunk_rows(trunk, text)[0] for text in texts(folder, name)])
+    return np.stack([trunk_rows(trunk, text)[0] for text in texts(folder, name)])
+
+
+def llamacpp_rows(folder: Path) -> np.ndarray:
+    """llama.cpp's logits over the texts of the trained model, [N, T, V] f32. Of its values as float32: for quantised
+    weights llama.cpp rounds activations to 8 bits, which alone costs 3e-3 nats of KL here."""
+    from tests.dequantized import write_dequantized
+    from tests.peer.llamacpp import LlamaCpp
+
+    with tempfile.TemporaryDirectory() as made:
+        peer = LlamaCpp(write_dequantized(model_file(folder, "trained"), Path(made) / "f32.gguf"))
+        rows = np.stack([peer.trunk_rows(text)[0] for text in texts(folder, "trained")])
+        peer.close()
+    return rows
+
+
+def onnxruntime_acceptance(folder: Path) -> dict[str, int]:
+    """Drafts made, and accepted, over the recorded prompts by the product's loop on ONNX Runtime."""
+    from tests.exported import export, generate_tokens
+
+    trunk, draft = export(model_file(folder, "trained"), folder / ".canonical" / "trained").engines()
+    stats = [generate_tokens(trunk, draft, one.prompt, NEW_TOKENS, DRAFTS)[2] for one in recorded()]
+    return {"drafted": sum(each.draft_n for each in stats), "accepted": sum(each.draft_n_accepted for each in stats)}
+
+
+def read_acceptance(folder: Path) -> float:
+    """Accepted / drafted of `onnxruntime_acceptance`."""
+    counts = json.loads(_acceptance(folder).read_text())
+    return float(counts["accepted"] / counts["drafted"])
+
+
+def _write_reference(folder: Path, name: str, program: str, rows: np.ndarray) -> None:
+    """Logits [N, T, V], each row as levels between its least and its largest, and each row's best token."""
     least, largest = rows.min(axis=-1, keepdims=True), rows.max(axis=-1, keepdims=True)
-    levels = np.rint((rows - least) / (largest - least) * _LEVELS).astype(np.uint16)
-    path = _reference(folder, name)
+    levels = np.rint((rows - least) / (largest - least) * _LEVELS).astype(np.int16) - _known(folder, name, program)
+    path = _reference(folder, name, program)
     np.savez_compressed(path, levels=levels, least=least, largest=largest, best=rows.argmax(axis=-1))
 
 
-def read_reference(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _known(folder: Path, name: str, program: str) -> np.ndarray | np.int16:
+    """What stored levels are counted from. ONNX Runtime's, for another program: almost the same, so that next to nothing
+    is left to store."""
+    if program == ONNXRUNTIME:
+        return np.int16(0)
+    with np.load(_reference(folder, name, ONNXRUNTIME)) as file:
+        return file["levels"]
+
+
+def read_reference(folder: Path, name: str, program: str) -> tuple[np.ndarray, np.ndarray]:
     """Logits [N, T, V] float64, off by half a level of 1/4095 of their range, which costs 3e-6 nats of KL; and best
     tokens [N, T]."""
-    with np.load(_reference(folder, name)) as file:
+    with np.load(_reference(folder, name, program)) as file:
         least, largest = file["least"].astype(np.float64), file["largest"].astype(np.float64)
-        return least + file["levels"] * ((largest - least) / _LEVELS), file["best"]
+        levels = file["levels"] + _known(folder, name, program)
+        return least + levels * ((largest - least) / _LEVELS), file["best"]
 
 
-def _reference(folder: Path, name: str) -> Path:
-    return folder / f"{name}.reference.npz"
+def _reference(folder: Path, name: str, program: str) -> Path:
+    return folder / f"{name}.{program}.npz"
+
+
+def _acceptance(folder: Path) -> Path:
+    return folder / f"trained.{ONNXRUNTIME}.json"
 
 
 def main() -> None:
