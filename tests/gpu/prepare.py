@@ -1,8 +1,9 @@
 """Everything that the GPU tests read, made on a machine without a GPU: `python -m tests.gpu.prepare DIR`.
 
-Per model an exported folder with its engines and the logits that ONNX Runtime gives over some text; of the trained model
-also llama.cpp's logits over the same text, and what drafting on ONNX Runtime has accepted. On a GPU machine with the whole project the tests make it themselves; for one that lacks packages, copy
-DIR there and give it to pytest as --prepared (docs/gpu.md).
+Per model an exported folder with its engines and the logits that ONNX Runtime gives over some text; of the trained
+model also llama.cpp's logits over the same text, and what drafting on ONNX Runtime has accepted. On a GPU machine with
+the whole project the tests make it themselves; for one that lacks packages, copy DIR there and give it to pytest as
+--prepared (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ def _write_reference(folder: Path, name: str, program: str, rows: np.ndarray) ->
 
 
 def _known(folder: Path, name: str, program: str) -> np.ndarray | np.int16:
-    """What stored levels are counted from. ONNX Runtime's, for another program: almost the same, so that next to nothing
-    is left to store."""
+    """What stored levels are counted from. ONNX Runtime's, for another program: almost the same, so that next to
+    nothing is left to store."""
     if program == ONNXRUNTIME:
         return np.int16(0)
     with np.load(_reference(folder, name, ONNXRUNTIME)) as file:
