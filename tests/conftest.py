@@ -59,6 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--prepared", metavar="DIR", help="what the GPU tests read, made by `python -m tests.gpu.prepare DIR`"
     )
 
+    parser.addoption(
+        "--sample", type=int, metavar="N", help="of every test function run N cases only, spread over its list of them"
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--require-gpu") and not _num_gpus():
@@ -67,8 +71,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[test]' (Linux on x86-64)")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, saying what it lacks."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the sample asked for; skip what this machine cannot run, saying what it lacks."""
+    if wanted := config.getoption("--sample"):
+        kept = _sample(items, wanted)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     lacking = {
         "gpu": None if _num_gpus() else "needs an NVIDIA GPU",
         "trt": None if _installed("tensorrt", "tensorrt_rtx") else "needs a TensorRT package",
@@ -78,6 +86,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in lacking.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _sample(items: list[pytest.Item], n: int) -> list[pytest.Item]:
+    """n of every test function's cases, the first and the last among them."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(item.nodeid.split("[")[0], []).append(item)
+    steps = {name: max(1, (len(cases) - 1) / max(1, n - 1)) for name, cases in groups.items()}
+    chosen = {
+        id(cases[min(len(cases) - 1, round(i * steps[name]))]) for name, cases in groups.items() for i in range(n)
+    }
+    return [item for item in items if id(item) in chosen]
 
 
 @cache

@@ -1,0 +1,35 @@
+"""`python -m tests.gpu.rounds FOLDER...`: every kind of pass that engines make, in a few seconds.
+
+For a run under a checker (sanitize.sh). Loading runs a pass of every size; then prompts and rounds, drafting and not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from runtime.sampling import SamplingParams
+from tests.gpu.checks import run, token_ids
+from tests.gpu.conftest import open_folder
+from tests.gpu.prepare import MAX_ROWS
+
+PARAMS = (SamplingParams(), SamplingParams(0.8, min_p=0.05, seed=3), SamplingParams(0.8, top_k=40, top_p=0.95, seed=3))
+DRAFTS = (1, 3, MAX_ROWS - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
+    for folder in parser.parse_args().folders:
+        engines = open_folder(folder)
+        prompt = token_ids(engines.vocab_size, engines.trunk.prefill_chunk + MAX_ROWS + 5, seed=1).tolist()
+        for params in PARAMS:
+            plain, _ = run(engines, prompt, 0, 16, params)
+            for n_drafts in DRAFTS:
+                text, _ = run(engines, prompt, n_drafts, 16, params)
+                assert text == plain, f"{folder}: {n_drafts} drafts, {params}: {text}, not {plain}"
+    print("same texts with and without drafts")
+
+
+if __name__ == "__main__":
+    main()
