@@ -51,7 +51,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dir",
         type=Path,
         metavar="DIR",
-        help="where exports of .gguf files are kept (default: $XDG_CACHE_HOME/nextn-trt, else ~/.cache/nextn-trt)",
+        help="where exports of .gguf files are kept (default: $NEXTN_CACHE, else ~/.cache/nextn-trt)",
     )
 
 

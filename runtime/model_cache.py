@@ -6,22 +6,14 @@ folders needs neither the exporter nor its packages.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
 from pathlib import Path
 
+from engines.cache import default_cache_dir, entry_name, mark_used, part_name, remove_leftovers
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, load_manifest
-
-CACHE_NAME = "nextn-trt"
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/nextn-trt``, or ``~/.cache/nextn-trt``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache") / CACHE_NAME
 
 
 def exported_folder(model: Path, *, draft: bool, cache_dir: Path | None = None) -> Path:
@@ -47,14 +39,15 @@ def exported_folder(model: Path, *, draft: bool, cache_dir: Path | None = None) 
 def _cached_export(model: Path, cache: Path, with_draft: bool) -> Path:
     from export.gguf_file import GGUFFile
 
-    key = f"{GGUFFile.open(model).content_key()}-{_exporter_version()}"
-    folder = cache / (key if with_draft else f"{key}-plain")
+    folder = cache / entry_name(GGUFFile.open(model).content_key(), with_draft)
     if _is_whole(folder):
+        mark_used(folder)
         return folder
     # Another process may be making the same: each writes its own folder, the first to finish gives it the name.
-    part = cache / f".{folder.name}.{os.getpid()}"
+    part = cache / part_name(folder.name)
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(cache)
         _export(model, part, with_draft)
         if folder.exists() and not _is_whole(folder):
             shutil.rmtree(folder)
@@ -84,16 +77,6 @@ def _export(model: Path, folder: Path, with_draft: bool) -> None:
         manifest = export_model(model, folder, draft=with_draft, progress=bar.update)
     for note in manifest.notes:
         print(f"note: {note}", file=sys.stderr)
-
-
-def _exporter_version() -> str:
-    """Digest of the exporter's source: what another version of it made is not used."""
-    import export
-
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(Path(export.__path__[0]).glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _is_whole(folder: Path) -> bool:

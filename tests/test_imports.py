@@ -23,7 +23,14 @@ ALLOWED = {
     "engines": ("export", "plugins"),
     "plugins": ("engines.errors",),
     "export": ("plugins.ops", "engines.manifest", "engines.errors"),
-    "runtime": ("plugins.load", "plugins.log", "engines.manifest", "engines.engine_manifest", "engines.errors"),
+    "runtime": (
+        "plugins.load",
+        "plugins.log",
+        "engines.manifest",
+        "engines.engine_manifest",
+        "engines.cache",
+        "engines.errors",
+    ),
 }
 ALONE = ("plugins.ops", "engines.errors", "engines.manifest")
 # Its functions export a .gguf that a command line was given.

@@ -1,0 +1,201 @@
+"""`python -m engines.cache`: the exports that .gguf files were given on first use; list them, remove some.
+
+They lie in one folder, each named after its model's content and the exporter's own source, so another version of either
+makes a new one and the old one stays until it is removed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from engines.manifest import load_manifest
+
+CACHE_VARIABLE = "NEXTN_CACHE"
+CACHE_NAME = "nextn-trt"
+# Nothing else in the folder is looked at, let alone removed.
+_ENTRY = re.compile(r"[0-9a-f]{32,}-[0-9a-f]{12}(-plain)?")
+_PART = re.compile(rf"\.{_ENTRY.pattern}\.(?P<node>.*)\.(?P<pid>\d+)")
+_DAY_SECONDS = 86400.0
+# An export takes minutes. One this old belongs to no process any more, whatever machine shares the folder.
+_LONGEST_EXPORT_SECONDS = _DAY_SECONDS
+
+
+def default_cache_dir() -> Path:
+    """``$NEXTN_CACHE``, else ``$XDG_CACHE_HOME/nextn-trt``, else ``~/.cache/nextn-trt``."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".cache") / CACHE_NAME
+
+
+def entry_name(content_key: str, with_draft: bool) -> str:
+    """Of the folder that holds the export of a model by this version of the exporter."""
+    return f"{content_key}-{exporter_version()}" + ("" if with_draft else "-plain")
+
+
+def part_name(name: str) -> str:
+    """Of the folder in which this process makes the export ``name``."""
+    return f".{name}.{platform.node()}.{os.getpid()}"
+
+
+def mark_used(folder: Path) -> None:
+    """Remember that an entry was used now."""
+    with contextlib.suppress(OSError):  # of someone else, or on a medium that cannot be written
+        os.utime(folder)
+
+
+def exporter_version() -> str:
+    """Digest of the exporter's source."""
+    import export
+
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(Path(export.__path__[0]).glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder of the cache. useless: why this version has no use for it, or "". last_used: seconds since 1970."""
+
+    path: Path
+    model: str
+    nbytes: int
+    last_used: float
+    useless: str
+
+
+def entries(cache: Path) -> list[Entry]:
+    """Everything in the cache, last used first; what processes are still making is left out."""
+    if not cache.is_dir():
+        return []
+    found = []
+    version = exporter_version()
+    for path in cache.iterdir():
+        model = "?"
+        if _is_leftover(path):
+            useless = "left by an export that was ended"
+        elif _ENTRY.fullmatch(path.name) and path.is_dir():
+            try:
+                model = load_manifest(path).model_name
+                useless = "" if version in path.name.split("-") else "of another version of the exporter"
+            except EngineError:
+                useless = "not readable by this version"
+        else:
+            continue
+        nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        found.append(Entry(path, model, nbytes, path.stat().st_mtime, useless))
+    return sorted(found, key=lambda entry: -entry.last_used)
+
+
+def to_remove(found: list[Entry], older_than_days: float | None, max_bytes: float | None, now: float) -> list[Entry]:
+    """What pruning takes away: what this version cannot use; what was not used for so long; and of the rest the least
+    recently used, until no more than ``max_bytes`` are left. found: last used first."""
+    gone, kept_bytes = [], 0
+    for entry in found:
+        old = older_than_days is not None and now - entry.last_used > older_than_days * _DAY_SECONDS
+        large = max_bytes is not None and kept_bytes + entry.nbytes > max_bytes
+        if entry.useless or old or large:
+            gone.append(entry)
+        else:
+            kept_bytes += entry.nbytes
+    return gone
+
+
+def remove_leftovers(cache: Path) -> None:
+    """Remove what exports left whose process was ended."""
+    for path in cache.iterdir():
+        if _is_leftover(path):
+            shutil.rmtree(path, ignore_errors=True)  # another process may be at it, or it is another user's
+
+
+def _is_leftover(path: Path) -> bool:
+    """Whether a folder named by `part_name` is nobody's any more."""
+    match = _PART.fullmatch(path.name)
+    if not match or not path.is_dir():
+        return False
+    if time.time() - path.stat().st_mtime > _LONGEST_EXPORT_SECONDS:
+        return True
+    # Only on its own machine does the number of a process mean anything.
+    return match["node"] == platform.node() and os.name == "posix" and not _runs(int(match["pid"]))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _remove(gone: list[Entry]) -> None:
+    for entry in gone:
+        try:
+            shutil.rmtree(entry.path)
+        except OSError as error:
+            raise ResourceError(f"{entry.path}: cannot be removed ({error.strerror or error})") from error
+        print(f"removed {_line(entry)}")
+
+
+def _line(entry: Entry) -> str:
+    day = time.strftime("%Y-%m-%d", time.localtime(entry.last_used))
+    note = f"  ({entry.useless})" if entry.useless else ""
+    return f"{entry.nbytes / 1e9:8.3f} GB  {day}  {entry.model}  {entry.path.name}{note}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engines.cache",
+        description="Exports of .gguf files, kept for their next use: size, day of last use, model, folder.",
+        epilog=f"The cache is where {CACHE_VARIABLE} says, else nextn-trt in $XDG_CACHE_HOME or ~/.cache.",
+    )
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="another cache")
+    parser.add_argument("--prune", action="store_true", help="remove what this version cannot use")
+    parser.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="like --prune, and also what was not used for so long"
+    )
+    parser.add_argument(
+        "--max-gb", type=float, metavar="GB", help="like --prune, and also the least recently used beyond this size"
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        for flag, value in (("--older-than", given.older_than), ("--max-gb", given.max_gb)):
+            if value is not None and not value >= 0:
+                raise UsageError(f"{flag} {value}: wanted a number from 0 on")
+        cache = given.cache_dir or default_cache_dir()
+        found = entries(cache)
+        gone: list[Entry] = []
+        if given.prune or given.older_than is not None or given.max_gb is not None:
+            max_bytes = None if given.max_gb is None else given.max_gb * 1e9
+            gone = to_remove(found, given.older_than, max_bytes, time.time())
+            _remove(gone)
+        left = [entry for entry in found if entry not in gone]
+        for entry in left:
+            print(_line(entry))
+        print(f"{sum(entry.nbytes for entry in left) / 1e9:8.3f} GB in {len(left)} exports in {cache}")
+    except NextnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
