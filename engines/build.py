@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import onnx
 from tqdm import tqdm
 
 from engines.engine_manifest import (
@@ -31,7 +30,7 @@ from engines.engine_manifest import (
 )
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
-from engines.network import Progress, bindings, build_engine, fix_sizes
+from engines.network import Progress, bindings, build_engine, fix_sizes, load_graph
 from engines.weight_places import packed, weight_places
 from export.lower_layers import LayerForm, merge_layers
 from export.weight_inputs import external_weights
@@ -70,7 +69,7 @@ def build_engines(
     weights: dict[str, WeightPlace] = {}
     try:
         for role, path in models.items():
-            model = onnx.load(str(path), load_external_data=False)
+            model = load_graph(path)
             listing: list[str] | None = [] if layers else None
             form = merge_layers(model, f"{role}.packs") if options.lowering == "layers" else LayerForm(model)
             made[role] = _build_role(role, form, path, folder, options, manifest, progress, listing)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from engines.engine_manifest import Binding, Profile
 from engines.errors import EngineError, ResourceError
@@ -21,6 +21,29 @@ from plugins.log import Messages, logger, messages
 
 _DTYPES: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.INT32: "int32"}
 Progress = Callable[[str, float], None]
+
+
+def load_graph(path: Path) -> onnx.ModelProto:
+    """A model in TensorRT form, its weights left where they are. Raises EngineError when it is not of this version."""
+    model = onnx.load(str(path), load_external_data=False)
+    for node in model.graph.node:
+        if node.domain == ops.DOMAIN and not _keeps_contract(node):
+            raise EngineError(f"{path}: {node.op_type} of another version; run `python -m export` again")
+    return model
+
+
+def _keeps_contract(node: onnx.NodeProto) -> bool:
+    op = ops.OPS.get(node.op_type)
+    values = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    if op is None or set(values) != {each.name for each in op.attributes} or len(node.output) != len(op.outputs):
+        return False
+    inputs = 0
+    for tensor in op.inputs:
+        if tensor.name.endswith("*"):
+            inputs += len(values["types"])
+        else:
+            inputs += values[f"has_{tensor.name[:-1]}"] if tensor.name.endswith("?") else 1
+    return len(node.input) == inputs
 
 
 def fix_sizes(model: onnx.ModelProto, sizes: dict[str, int]) -> onnx.ModelProto:

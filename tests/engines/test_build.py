@@ -8,6 +8,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+import onnx
 import pytest
 
 from engines import build, network
@@ -15,7 +16,9 @@ from engines.build import build_engines, main
 from engines.engine_manifest import ENGINES_NAME, EngineOptions, load_engine_manifest, pool_size
 from engines.errors import EngineError, ResourceError, UsageError
 from engines.manifest import load_manifest
+from engines.network import load_graph
 from export.exporter import export_model
+from plugins import ops
 
 Tiny = Callable[[str], Path]
 OPTIONS = EngineOptions(max_rows=4, context=128, prefill_chunk=32, embed_weights=False)
@@ -49,6 +52,27 @@ def test_an_export_for_another_target(tiny: Tiny, tmp_path: Path) -> None:
     export_model(tiny("f32"), tmp_path / "x")
     with pytest.raises(EngineError, match=r"exported for onnxruntime; export with .*--target tensorrt"):
         build_engines(tmp_path / "x", OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        ("RopeTables", lambda node: node.output.append("sin")),
+        ("GatedAttention", lambda node: node.input.append("sin")),
+        ("KQuantMatmul", lambda node: node.input.pop()),
+        ("RmsNorm", lambda node: node.attribute.pop()),
+        ("LayerNorm", lambda node: None),
+    ],
+)
+def test_an_export_of_another_version(folder: Path, op: str, change: Callable[[onnx.NodeProto], object]) -> None:
+    model = onnx.load(str(folder / "trunk.onnx"), load_external_data=False)
+    node = next(node for node in model.graph.node if node.op_type == op or op == "LayerNorm")
+    node.op_type, node.domain = op, ops.DOMAIN
+    change(node)
+    onnx.save_model(model, folder / "draft.onnx")
+    with pytest.raises(EngineError, match=rf"draft\.onnx: {op} of another version.*run .python -m export. again"):
+        load_graph(folder / "draft.onnx")
+    load_graph(folder / "trunk.onnx")
 
 
 def test_command_line_refusals(tiny: Tiny, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
