@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.engine_manifest import EngineOptions
+from engines.errors import EngineError
 from engines.manifest import load_manifest
 from tests.peer.speculation import NEW_TOKENS, recorded
 
@@ -53,7 +54,7 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
 
     for name in MODELS:
         model = model_file(folder, name)
-        if not (folder / name).exists():
+        if not _is_current(folder / name):
             export_model(model, folder / name, target="tensorrt")
         context = min(CONTEXT, load_manifest(folder / name).geometry.context_length)
         lowering = "ops" if name.endswith(SINGLE_OPS) else "layers"
@@ -67,6 +68,18 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
     if not _acceptance(folder).exists():
         _acceptance(folder).write_text(json.dumps(onnxruntime_acceptance(folder)))
     return folder
+
+
+def _is_current(folder: Path) -> bool:
+    """Whether the folder is an export that this version of the project builds engines of."""
+    from engines.network import load_graph
+
+    try:
+        for role in ("trunk", "draft"):
+            load_graph(load_manifest(folder).file(folder, role))
+    except EngineError:
+        return False
+    return True
 
 
 def model_file(folder: Path, name: str) -> Path:
