@@ -45,8 +45,9 @@ class TimedOutError(NextnError):
 class Listener(Protocol):
     """Hears about a request, in the scheduler's thread: it must be quick. What it raises ends the request."""
 
-    def tokens(self, tokens: list[int]) -> bool:
-        """Tokens that were emitted, none for a step that only read the prompt. True: the text is to end here."""
+    def tokens(self, tokens: list[int]) -> int | None:
+        """Tokens that were emitted, none for a step that only read the prompt. A number: the text is to end after so
+        many of them."""
 
     def ended(self, reason: str, error: Exception | None) -> None:
         """The last call. reason: "stop", "length", "cancelled" or "error", then with the error."""
@@ -225,9 +226,9 @@ class Scheduler:
         assert slot.generation is not None
         try:
             block = slot.generation.step()
-            job.stats.predicted_n += len(block.tokens)
-            stopped = job.listener.tokens(block.tokens)
-            reason = "stop" if stopped else block.finish_reason
+            kept = job.listener.tokens(block.tokens)
+            job.stats.predicted_n += len(block.tokens) if kept is None else kept
+            reason = block.finish_reason if kept is None else "stop"
             if reason is None:
                 return
             slot.generation.save()

@@ -96,8 +96,13 @@ class SequenceSampler:
         self._grammar = _GrammarGate(adjustments) if adjustments.grammar else None
         self.logprobs: dict[int, TokenLogprob] = {}  # by place in the text, of the trunk's choices
 
+    @property
+    def reports(self) -> bool:
+        """Whether ``logprobs`` is filled."""
+        return self._adjustments.top_logprobs is not None
+
     def __call__(self, logits: F32, positions: I64) -> I64:
-        return self._choose(logits, positions, report=self._adjustments.top_logprobs is not None)
+        return self._choose(logits, positions, report=self.reports)
 
     def draft(self, logits: F32, positions: I64) -> I64:
         """The head's choices: the same rule, not reported."""

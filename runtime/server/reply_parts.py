@@ -50,7 +50,8 @@ class ReplyParts:
         if self._state == "reasoning":
             parts.reasoning = (rest if self._reasoned else rest.lstrip("\n")).rstrip("\n")
         elif self._state in ("begin", "content"):
-            parts.content = rest if self.num_calls == 0 else rest.rstrip()
+            alone = self._reader is not None and (self.num_calls or not self._answered)
+            parts.content = rest.rstrip() if alone else rest  # what would have led to a call is no answer
         elif self._state == "after_think":
             parts.content = rest.lstrip("\n")
         return parts

@@ -17,7 +17,7 @@ WAIT_S = 60.0  # nothing here takes as long: a hang fails instead of hanging
 
 
 class Collected:
-    """A listener that keeps everything. ``on_step`` hears of each step; what it returns ends the text."""
+    """A listener that keeps everything. ``on_step`` hears of each step; where it returns True the text ends."""
 
     def __init__(self, on_step: Callable[[Collected], bool] = lambda _: False) -> None:
         self.got: list[int] = []
@@ -27,10 +27,10 @@ class Collected:
         self._on_step = on_step
         self._done = threading.Event()
 
-    def tokens(self, tokens: list[int]) -> bool:
+    def tokens(self, tokens: list[int]) -> int | None:
         self.got += tokens
         self.num_steps += 1
-        return self._on_step(self)
+        return len(tokens) if self._on_step(self) else None
 
     def ended(self, reason: str, error: Exception | None) -> None:
         assert not self._done.is_set(), "told twice"

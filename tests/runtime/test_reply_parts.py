@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -40,19 +41,7 @@ WRITE = (
 )
 WRITE_ARGUMENTS = {"path": "/a b/é.txt", "lines": 12, "options": {"a": [1, {"b": None}]}}
 NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-PIECES = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<function=now>",
-    "</function>",
-    "\n",
-    " ",
-    "a",
-    "<",
-    "é",
-]
+PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=now>", "</function>", "\n", " ", "a", "<"]
 SAMPLES = [
     "plain answer",
     "<think>\nhm\n\nso\n</think>\n\nanswer\n",
@@ -68,7 +57,7 @@ SAMPLES = [
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     places = sorted({cut % (len(text) + 1) for cut in cuts} | {0, len(text)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
 def split(pieces: list[str], in_think: bool, reader: ToolCallReader | None) -> tuple[str, str, list[Any], ReplyParts]:
@@ -99,9 +88,8 @@ def test_pieces_do_not_matter(text: str, cuts: list[int], in_think: bool) -> Non
 
 
 def test_calls_are_taken_out_of_the_answer() -> None:
-    reasoning, content, calls, splitter = split(
-        [f"<think>\nhm\n</think>\n\nI will.\n\n{WRITE}\n{NOW}\n"], False, ToolCallReader(TOOLS)
-    )
+    text = f"<think>\nhm\n</think>\n\nI will.\n\n{WRITE}\n{NOW}\n"
+    reasoning, content, calls, splitter = split([text], False, ToolCallReader(TOOLS))
     assert (reasoning, content, splitter.num_calls) == ("hm", "I will.", 2)
     assert [call.name for call in calls] == ["write", "now"]
     assert [json.loads(call.arguments) for call in calls] == [WRITE_ARGUMENTS, {}]
@@ -120,12 +108,11 @@ def test_a_call_is_given_out_when_it_is_complete_and_not_before() -> None:
     assert json.loads(call.arguments) == WRITE_ARGUMENTS
 
 
-@pytest.mark.parametrize("length", range(1, len(WRITE)))
+@pytest.mark.parametrize("length", range(len("<tool_call>"), len(WRITE)))
 def test_a_call_that_is_cut_off_leaves_nothing(length: int) -> None:
-    """Nor does a tag that is cut off, as soon as it can be nothing else."""
     _, content, calls, _ = split([f"So.\n{NOW}\n", WRITE[:length]], False, ToolCallReader(TOOLS))
     assert [call.name for call in calls] == ["now"]
-    assert content == ("So." if length >= len("<tool_call>") else "So." + WRITE[:length])
+    assert content == "So."
 
 
 def test_without_tools_nothing_is_a_call() -> None:

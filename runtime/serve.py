@@ -1,0 +1,175 @@
+"""`python -m runtime.serve MODEL`: an HTTP server for OpenAI's clients.
+
+Exit codes are those of `runtime.generate`; a server that is asked to end (SIGINT, SIGTERM) lets running replies finish
+for a while first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import ipaddress
+import logging
+import socket
+import sys
+from pathlib import Path
+
+from engines.errors import ResourceError, UsageError
+from runtime.command_line import (
+    Parser,
+    add_model_arguments,
+    add_sampling_arguments,
+    add_spec_arguments,
+    run_command,
+    sampling_params,
+    session_of,
+)
+
+_PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+_MIB = 1 << 20
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"the server needs {', '.join(missing)}; pip install 'nextn-trt[serve]'")
+    sampling_params(options)  # for its checks
+    _check_numbers(options)
+    api_key = _api_key(options)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    listening = _bind(options.host, options.port)  # before a long export
+
+    import uvicorn
+
+    from runtime.server.app import create_app
+    from runtime.server.security import HEADER_BYTES_MAX, Limits
+    from runtime.server.service import Service, ServiceOptions
+
+    session = session_of(options)
+    service = Service(
+        session,
+        ServiceOptions(
+            # A seed drawn now would give every request the same noise.
+            defaults=dataclasses.replace(sampling_params(options), seed=options.seed),
+            alias=options.alias,
+            num_sequences=options.sequences,
+            queue_limit=options.queue,
+            timeout_s=options.timeout or None,
+            cache_bytes=options.cache_ram * _MIB,
+            log_prompts=options.log_prompts,
+        ),
+    )
+    limits = Limits(body_bytes=options.max_body * _MIB, api_key=api_key, hosts=_hosts(options))
+    app = create_app(service, limits)
+    print(f"listening on {_address(listening)}, model {service.model}, drafting {session.spec_type}", file=sys.stderr)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        http="h11",
+        h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+        timeout_graceful_shutdown=options.grace,
+        server_header=False,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m runtime.serve", description="Serve a Qwen3.5-family model to OpenAI's clients.")
+    add_model_arguments(parser)
+    add_spec_arguments(parser)
+    add_sampling_arguments(parser)
+    parser.set_defaults(temp=1.0)  # OpenAI's
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8080, help="0: any free one, printed (default: %(default)s)")
+    group.add_argument("--alias", default="", metavar="NAME", help="the model's name to clients (default: its file's)")
+    group.add_argument(
+        "--sequences",
+        type=int,
+        default=0,
+        metavar="N",
+        help="replies at once, each with its own state (default: 4)",
+    )
+    group.add_argument(
+        "--queue", type=int, default=32, metavar="N", help="requests that may wait; more get 503 (default: %(default)s)"
+    )
+    group.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds for a request; 0: any (default: %(default)s)"
+    )
+    group.add_argument(
+        "--cache-ram", type=int, default=1024, metavar="MIB", help="for state of earlier prompts (default: %(default)s)"
+    )
+    group.add_argument("--max-body", type=int, default=16, metavar="MIB", help="largest request (default: %(default)s)")
+    group.add_argument(
+        "--grace",
+        type=int,
+        default=30,
+        metavar="S",
+        help="seconds for running replies at the end (default: %(default)s)",
+    )
+    key = group.add_mutually_exclusive_group()
+    key.add_argument("--api-key", default="", metavar="KEY", help="clients must give it; seen in the list of processes")
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="the key, in a file")
+    group.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer this Host header, too; any host is answered unless --host is a loopback address",
+    )
+    group.add_argument("--log-prompts", action="store_true", help="write prompts to the log (default: never)")
+    return parser
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    bounds = {"port": 65535, "sequences": 256, "queue": 10**6, "cache_ram": 1 << 24, "max_body": 1 << 12}
+    for name, most in bounds.items():
+        if not 0 <= getattr(options, name) <= most:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted 0 to {most}")
+    if not 0 <= options.timeout < 1e9 or not 0 <= options.grace < 10**6:
+        raise UsageError("--timeout and --grace are seconds, 0 or more")
+
+
+def _api_key(options: argparse.Namespace) -> str:
+    if options.api_key_file is None:
+        return str(options.api_key)
+    try:
+        key: str = options.api_key_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {options.api_key_file}: cannot be read ({error})") from None
+    if not key:
+        raise UsageError(f"--api-key-file {options.api_key_file}: is empty")
+    return key
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise ResourceError(f"cannot listen on {host} port {port} ({error.strerror or error})") from None
+    return listening
+
+
+def _hosts(options: argparse.Namespace) -> list[str]:
+    """Host names that are answered. On a loopback address no others: a web page could have its name resolve there."""
+    try:
+        loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
+    except ValueError:
+        loopback = False
+    return [*_LOOPBACK_HOSTS, options.host, *options.allow_host] if loopback else list(options.allow_host)
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,63 @@
+"""What a chat request's reply may look like: its tools and response format as one grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import UsageError
+from runtime.grammar import Grammar
+from runtime.server.errors import bad_field
+from runtime.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool
+from runtime.server.tool_grammar import calls_grammar, tag_names
+
+if TYPE_CHECKING:
+    from runtime.server.service import Service
+
+
+def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the model is told of. Raises ApiError for a choice that does not go with the tools."""
+    if body.tool_choice not in (None, "none") and not body.tools:
+        raise bad_field("tool_choice", "there are no tools to choose from")
+    if body.tool_choice == "none" or not body.tools:
+        return []
+    names = [tool.function.name for tool in body.tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise bad_field(f"tools[{i}].function.name", f"there are two tools {name!r}")
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
+        raise bad_field("tool_choice.function.name", f"there is no tool {body.tool_choice.function.name!r}")
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+
+def chat_grammar(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> Grammar | None:
+    """None: any text. Raises ApiError naming the field whose schema cannot be followed."""
+    schema = _format_schema(body)
+    must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    if not must_call:
+        json_only = None if schema is None else _compiled(service, "response_format", schema)
+        if not tools or json_only is None:
+            return json_only
+    wanted = tools
+    if isinstance(body.tool_choice, NamedTool):
+        wanted = [tool for tool in tools if tool["function"]["name"] == body.tool_choice.function.name]
+    other = "" if must_call else f"other: %json {json.dumps(schema)}\n"
+    several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+    try:
+        return service.grammars.lark(calls_grammar(wanted, tag_names(service.tag_ids), several, other))
+    except UsageError as error:
+        raise bad_field("tools", str(error)) from error
+
+
+def _format_schema(body: ChatRequest) -> dict[str, Any] | None:
+    wanted = body.response_format
+    if isinstance(wanted, JsonObjectFormat):
+        return {"type": "object"}
+    return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
+
+
+def _compiled(service: Service, field: str, schema: dict[str, Any]) -> Grammar:
+    try:
+        return service.grammars.json_schema(schema)
+    except UsageError as error:
+        raise bad_field(field, str(error)) from error

@@ -1,0 +1,88 @@
+"""Each option of a request gives the same reply with drafting and without, for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.exported import Exported
+from tests.runtime.server import Running, serving, text_of
+from tests.runtime.test_server_openai import JSON_FORMAT, TOOLS
+
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "top_p": {"top_p": 0.7},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "stop": {"stop": [" of", "e le"]},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.2},
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "negative penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.5},
+    "logit_bias": {"logit_bias": {"300": 4.0, "301": 4, "10": -100}},
+    "logprobs": {"logprobs": True, "top_logprobs": 5},
+    "json_object": {"response_format": {"type": "json_object"}},
+    "json_schema": {"response_format": JSON_FORMAT},
+    "tools": {"tools": TOOLS},
+    "required tool": {"tools": TOOLS, "tool_choice": "required"},
+    "one call": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    "tools or json": {"tools": TOOLS, "response_format": JSON_FORMAT},
+    "thinking": THINKING,
+    "json after thinking": {"response_format": JSON_FORMAT, **THINKING},
+    "a few tokens": {"max_tokens": 3},
+    "all": {
+        "top_p": 0.9,
+        "top_k": 50,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"300": 1.0},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": JSON_FORMAT,
+        "stop": ["zzz"],
+        **THINKING,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(exported: Callable[[str], Exported]) -> Iterator[Running]:
+    with serving(exported("trained")) as running:
+        yield running
+
+
+def reply(server: Running, **fields: Any) -> tuple[Any, ...]:
+    """All that a client sees of a whole reply, but for names and times."""
+    whole = server.chat(**fields)
+    (choice,) = whole["choices"]
+    for call in choice["message"].get("tool_calls", ()):
+        del call["id"]
+    return choice, whole["usage"]["completion_tokens"], whole["timings"]["draft_n"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_same_reply(server: Running, name: str, temperature: float) -> None:
+    fields = {"max_tokens": 48, "temperature": temperature, "seed": 11, **OPTIONS[name]}
+    plain, plain_count, none_drafted = reply(server, **fields, spec="off")
+    drafted, drafted_count, some_drafted = reply(server, **fields, spec="on")
+    assert (drafted, drafted_count) == (plain, plain_count)
+    assert none_drafted == 0 and some_drafted > 0
+    events = server.events(**fields, spec="on")
+    assert text_of(events) == (plain["message"]["content"] or "")
+    assert text_of(events, "reasoning_content") == plain["message"].get("reasoning_content", "")
+    assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == plain["finish_reason"]
+
+
+def test_options_do_something(server: Running) -> None:
+    """Else the matrix would prove little."""
+    texts = {}
+    for name, options in OPTIONS.items():
+        message = reply(server, **{"max_tokens": 48, "temperature": 0.9, "seed": 11, **options, "spec": "off"})[0]
+        texts[name] = (message["message"]["content"], str(message["message"].get("tool_calls")), message["logprobs"])
+    same = [name for name, text in texts.items() if str(text) == str(texts["nothing"])]
+    assert set(same) <= {"nothing", "top_p", "top_k", "min_p", "thinking"}
