@@ -1,0 +1,93 @@
+"""`python -m runtime.serve`: what it prints, where it listens, how it ends, what it refuses."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from runtime import serve
+from tests.exported import Exported
+from tests.runtime.command import run_main
+from tests.runtime.serving import WAIT_S
+
+ROOT = Path(__file__).parents[2]
+QUESTION = {"messages": [{"role": "user", "content": "What does len do?"}], "temperature": 0, "max_tokens": 30}
+
+
+@pytest.fixture
+def start(exported: Callable[[str], Exported]) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """``start(flags...)``: a server of its own process and its address."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*flags: object) -> tuple[subprocess.Popen[str], str]:
+        words = [sys.executable, "-m", "runtime.serve", exported("trained").folder, "--port", 0, "-t", 1, *flags]
+        process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.match(r"listening on (http://\S+), model (\S+), drafting (\S+)", line):
+                assert (found[2], found[3]) in (("tiny-qwen35-mtp", "draft-mtp"), ("mine", "draft-mtp"))
+                return process, found[1]
+        raise AssertionError("it never listened")
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stderr.close()  # type: ignore[union-attr]
+
+
+def test_serves_and_ends_gracefully(start: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("abc\n")
+    process, url = start("--api-key-file", key_file, "--alias", "mine", "--sequences", 2)
+    assert url.startswith("http://127.0.0.1:")
+    headers = {"Authorization": "Bearer abc"}
+    with httpx.Client(base_url=url, headers=headers, timeout=WAIT_S) as http:
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+        reply = http.post("/v1/chat/completions", json=QUESTION).json()
+        assert (reply["model"], reply["choices"][0]["finish_reason"]) == ("mine", "stop")
+        assert reply["timings"]["draft_n_accepted"] > 0
+        body = {**QUESTION, "stream": True, "logit_bias": {"4089": -100, "4091": -100}, "max_tokens": 60}
+        with http.stream("POST", "/v1/chat/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]"
+    assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
+
+
+def test_what_cannot_be_served(exported: Callable[[str], Exported], tmp_path: Path) -> None:
+    folder = exported("trained").folder
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        outcome = run_main(serve.main, folder, "--port", taken.getsockname()[1])
+        assert (outcome.code, "cannot listen on 127.0.0.1" in outcome.err) == (6, True)
+    for flags, message in (
+        (("--port", 70000), "--port 70000"),
+        (("--sequences", -1), "--sequences -1"),
+        (("--timeout", "nan"), "--timeout"),
+        (("--temp", -1), "temperature"),
+        (("--api-key-file", tmp_path / "none"), "cannot be read"),
+        (("--api-key", "a", "--api-key-file", "b"), "not allowed with"),
+        (("--ctx-size", 10**9), "--ctx-size"),
+        (("--host", "no such host"), "cannot listen on"),
+    ):
+        outcome = run_main(serve.main, folder, *((*flags,) if "--port" in flags else ("--port", 0, *flags)))
+        assert outcome.code in (2, 6) and message in outcome.err, outcome.err
+
+
+def test_a_machine_without_the_packages(exported: Callable[[str], Exported], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_PACKAGES", ("fastapi", "no_such_package"))
+    outcome = run_main(serve.main, exported("trained").folder)
+    assert outcome.code == 2 and "pip install 'nextn-trt[serve]'" in outcome.err
