@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engines.errors import EngineError, NextnError, UsageError
+from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from runtime.controller import Controller, FixedDraft
 from runtime.engine import DraftEngine, Sampler, SharedDraft, SharedTrunk, TrunkEngine
 from runtime.sequence_sampler import SequenceSampler
@@ -30,15 +30,15 @@ QUEUE_DEFAULT = 32
 _log = logging.getLogger("runtime.scheduler")
 
 
-class QueueFullError(NextnError):
+class QueueFullError(ResourceError):
     """More requests wait than the queue takes."""
 
 
-class ClosingError(NextnError):
+class ClosingError(ResourceError):
     """The scheduler takes no more requests."""
 
 
-class TimedOutError(NextnError):
+class TimedOutError(ResourceError):
     """A request was not done within its time."""
 
 

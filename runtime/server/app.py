@@ -116,7 +116,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     app.add_exception_handler(HTTPException, handler(lambda _, error: _http_error(error)))
     app.add_exception_handler(Exception, handler(lambda _, error: api_error(error)))
     # Answered without being passed on to the web server, which would log a traceback.
-    for kind in (NextnError, MemoryError, RecursionError):
+    for kind in (ApiError, NextnError, MemoryError, RecursionError):
         app.add_exception_handler(kind, handler(lambda _, error: api_error(error)))
 
 

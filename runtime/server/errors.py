@@ -10,7 +10,7 @@ from runtime.scheduler import ClosingError, QueueFullError, TimedOutError
 RETRY_AFTER_S = 2
 
 
-class ApiError(NextnError):
+class ApiError(Exception):
     """An answer other than 200. param: the field at fault, as a path such as ``messages[0].content``."""
 
     def __init__(
