@@ -216,7 +216,8 @@ def wait_for(true: Callable[[], bool]) -> None:
 def test_more_than_fit_are_told_to_come_back(exported: Export) -> None:
     with serving(exported("trained"), ServiceOptions(num_sequences=1, queue_limit=1)) as server:
         with httpx.Client(base_url=server.url, timeout=WAIT_S) as http, long_stream(server, http) as first:
-            next(first.iter_lines())
+            first_lines = first.iter_lines()  # kept: dropped, it would close its connection
+            next(first_lines)
             with long_stream(server, http):
                 reply = http.post(CHAT, json={"messages": USER})
                 assert (reply.status_code, reply.json()["error"]["code"]) == (503, "queue_full")
