@@ -229,6 +229,18 @@ def test_embedded_weights(tiny: Tiny, tmp_path: Path, lowering: str) -> None:
 
 
 @pytest.mark.trt
+def test_a_tied_matrix_is_one_weight(tiny: Tiny, tmp_path: Path) -> None:
+    """Embedding and head are the same input of the engine, uploaded once."""
+    weights = []
+    for name in ("tied", "tied_copied"):
+        export_model(tiny(name), tmp_path / name, target="tensorrt")
+        manifest, _ = build_engines(tmp_path / name, OPTIONS)
+        weights.append(sum(place.nbytes for place in manifest.weights.values()))
+    geometry = load_manifest(tmp_path / "tied").geometry
+    assert weights[1] - weights[0] == geometry.vocab_size * geometry.hidden_size * 4
+
+
+@pytest.mark.trt
 def test_command_line_from_a_gguf(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *SMALL]
     assert main([*arguments, "--layers"]) == 0

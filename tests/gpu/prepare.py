@@ -23,7 +23,7 @@ from tests.peer.speculation import NEW_TOKENS, recorded
 # Engines of single ops instead of whole layers, of the model that the rest of the name says.
 SINGLE_OPS = ".ops"
 # The trained model; models of known text; random ones of various head sizes, tensor types and parts.
-KNOWN_TEXT_MODELS = ("bigram_ring", "draft_perfect", "ring_stop_inside")
+KNOWN_TEXT_MODELS = ("bigram_ring", "draft_perfect", "ring_stop_inside", "stops_at_once")
 RANDOM_MODELS = (
     "heads_256",
     "q4_k_m",
@@ -34,7 +34,9 @@ RANDOM_MODELS = (
     "tied_no_head_norm",
     "yarn",
 )
-MODELS = ("trained", *KNOWN_TEXT_MODELS, *RANDOM_MODELS)
+# Odd in one way that numbers show.
+ODD_MODELS = ("tied", "tied_copied", "norms_all_one", "gdn_no_decay", "gdn_fast_decay")
+MODELS = ("trained", *KNOWN_TEXT_MODELS, *RANDOM_MODELS, *ODD_MODELS)
 MAX_ROWS = 8
 CONTEXT = 4096
 PREFILL_CHUNK = 256
@@ -60,7 +62,7 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
         lowering = "ops" if name.endswith(SINGLE_OPS) else "layers"
         options = EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False, lowering)
         build_engines(folder / name, options, library=plugins)
-    for name in ("trained", *RANDOM_MODELS):
+    for name in ("trained", *RANDOM_MODELS, *ODD_MODELS):
         if not _reference(folder, name, ONNXRUNTIME).exists():
             _write_reference(folder, name, ONNXRUNTIME, onnxruntime_rows(folder, name))
     if not _reference(folder, "trained", LLAMACPP).exists():
@@ -99,7 +101,7 @@ def texts(folder: Path, name: str) -> list[list[int]]:
     if name == "trained":
         return [(run.prompt + run.greedy)[:TEXT_TOKENS] for run in recorded()]
     manifest = load_manifest(folder / name)
-    n = min(96, manifest.geometry.context_length)
+    n = 400 if name.startswith("gdn_") else min(96, manifest.geometry.context_length)
     return [np.random.default_rng(3).integers(0, manifest.geometry.vocab_size, n).tolist()]
 
 

@@ -28,6 +28,10 @@ def main() -> None:
             for n_drafts in DRAFTS:
                 text, _ = run(engines, prompt, n_drafts, 16, params)
                 assert text == plain, f"{folder}: {n_drafts} drafts, {params}: {text}, not {plain}"
+        # Up to the last row of the cache.
+        end = token_ids(engines.vocab_size, engines.trunk.context_size - 5, seed=2).tolist()
+        text, _ = run(engines, end, MAX_ROWS - 1, -1, PARAMS[0])
+        assert len(text) == 5, text
     print("same texts with and without drafts")
 
 

@@ -130,10 +130,12 @@ class DeviceArray:
     def __init__(self, shape: tuple[int, ...] | int, dtype: Any, offset: int = 0) -> None:
         self.shape, self.dtype = np.empty(shape, np.void).shape, np.dtype(dtype)
         self.bytes = int(np.prod(self.shape)) * self.dtype.itemsize
-        self._base = check(runtime().cudaMalloc(self.bytes + offset + _GUARD))
+        # Weights may be read up to the next multiple of 16.
+        whole = -(-(self.bytes + offset) // 16) * 16 + _GUARD
+        self._base = check(runtime().cudaMalloc(whole))
         self.ptr = self._base + offset
         self._free = runtime().cudaFree
-        check(runtime().cudaMemset(self._base, POISON, self.bytes + offset + _GUARD))
+        check(runtime().cudaMemset(self._base, POISON, whole))
 
     def __del__(self) -> None:
         self._free(self._base)

@@ -1,0 +1,133 @@
+"""Where a text begins and ends, models that are odd in one way, and numbers that are none, on the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.engine_manifest import load_engine_manifest
+from engines.errors import NumericError, UsageError
+from runtime.cuda import PinnedBuffer
+from runtime.sampling import SamplingParams
+from runtime.session import make_sampler
+from runtime.tensorrt_trunk import GREEDY
+from tests.gpu.checks import assert_same_bits, run, token_ids
+from tests.gpu.conftest import Opened
+from tests.gpu.prepare import MAX_ROWS, ONNXRUNTIME, PREFILL_CHUNK, read_reference, texts
+from tests.known_text import ENDLESS, RING
+
+pytestmark = [pytest.mark.gpu, pytest.mark.trt]
+
+Open = Callable[[str], Opened]
+PARAMS = SamplingParams()
+# Relative to the largest logit. f16 keys and values, and the activations' rounding; a recurrent state in half precision
+# would be off by a hundredth after 400 tokens, and ever more.
+LONG_MEMORY_MAX_REL = 3e-3
+
+
+def ring(n: int) -> list[int]:
+    return (list(RING) * (n // len(RING) + 1))[:n]
+
+
+@pytest.mark.parametrize("n", [1, 2, MAX_ROWS, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1])
+@pytest.mark.parametrize("n_drafts", [0, MAX_ROWS - 1])
+def test_prompts_of_every_length(opened: Open, n: int, n_drafts: int) -> None:
+    """A prompt longer than a prefill pass is read in several."""
+    prompt = ring(n)
+    tokens, _ = run(opened("bigram_ring"), prompt, n_drafts, 20, PARAMS)
+    assert tokens == ENDLESS.greedy(prompt[-1], 20)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 4, 5])
+def test_end_of_the_context(opened: Open, room: int) -> None:
+    """Drafts never reach past the rows of the cache; what fits is said."""
+    engines = opened("bigram_ring")
+    prompt = ring(engines.trunk.context_size - room)
+    tokens, stats = run(engines, prompt, 4, -1, PARAMS)
+    assert (tokens, stats.finish_reason) == (ENDLESS.greedy(prompt[-1], room), "length")
+
+
+def test_a_prompt_beyond_the_context(opened: Open) -> None:
+    engines = opened("bigram_ring")
+    with pytest.raises(UsageError, match=f"the context holds {engines.trunk.context_size}"):
+        run(engines, ring(engines.trunk.context_size + 1), 4, -1, PARAMS)
+
+
+@pytest.mark.parametrize("n_drafts", [0, 1, 4])
+def test_a_text_that_ends_at_once(opened: Open, n_drafts: int) -> None:
+    engines = opened("stops_at_once")
+    tokens, stats = run(engines, [RING[-1]], n_drafts, 100, PARAMS, engines.manifest.tokenizer.end_token_ids)
+    assert (tokens, stats.finish_reason) == ([], "stop")
+
+
+def test_a_tied_head_is_the_embedding(opened: Open) -> None:
+    """The same bits as with a copy of the matrix, and the engine takes it once."""
+    tied, copied = opened("tied"), opened("tied_copied")
+    ids = token_ids(tied.vocab_size, 24, seed=2)
+    results = []
+    for engines in (tied, copied):
+        engines.prefill(ids[:8])
+        results.append(engines.append(ids[8:], MAX_ROWS))
+    assert_same_bits(results[0][0], results[1][0], "logits")
+    assert_same_bits(results[0][1], results[1][1], "hidden")
+    sizes = [
+        sum(place.nbytes for place in load_engine_manifest(each.folder).weights.values()) for each in (tied, copied)
+    ]
+    head = tied.vocab_size * tied.manifest.geometry.hidden_size
+    assert sizes[1] - sizes[0] >= head, "a whole matrix less"
+
+
+def against_onnxruntime(opened: Open, prepared: Path, name: str) -> tuple[np.ndarray, float]:
+    """Largest difference of every row's logits [T] from ONNX Runtime's, and the largest logit."""
+    engines, (want, _) = opened(name), read_reference(prepared, name, ONNXRUNTIME)
+    engines.prefill(np.array([], np.int64))
+    got, _ = engines.append(np.array(texts(prepared, name)[0]), MAX_ROWS)
+    assert np.isfinite(got).all()
+    return np.abs(got - want[0]).max(axis=1), float(np.abs(want).max())
+
+
+def test_norm_weights_are_used_as_they_are(opened: Open, prepared: Path) -> None:
+    """All are one: whoever adds one to them, or takes them for ones less, doubles or zeroes everything."""
+    off, largest = against_onnxruntime(opened, prepared, "norms_all_one")
+    assert off.max() <= LONG_MEMORY_MAX_REL * largest
+
+
+def test_long_memory(opened: Open, prepared: Path) -> None:
+    """With next to no decay the state sums up hundreds of tokens; its rounding must not."""
+    off, largest = against_onnxruntime(opened, prepared, "gdn_no_decay")
+    first, last = off[:100].mean(), off[-100:].mean()
+    print(f"off by {off.max() / largest:.2g} of the largest logit; first 100 rows {first:.2g}, last 100 {last:.2g}")
+    assert off.max() <= LONG_MEMORY_MAX_REL * largest
+    assert last <= 4 * first
+
+
+def test_fast_decay(opened: Open, prepared: Path) -> None:
+    """Decays of exp(-1200): the state is gone after every token, and nothing becomes NaN."""
+    off, largest = against_onnxruntime(opened, prepared, "gdn_fast_decay")
+    print(f"off by {off.max() / largest:.2g} of the largest logit")
+    assert off.max() <= LONG_MEMORY_MAX_REL * largest
+    assert all(np.isfinite(values).all() for values in opened("gdn_fast_decay").trunk.state().values())
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(0.8, seed=1), SamplingParams(0.8, top_k=5, seed=1)]
+)
+def test_a_state_that_is_no_number(opened: Open, params: SamplingParams) -> None:
+    """Not a token comes of it; the next sequence is well again."""
+    engines = opened("trained")
+    trunk, stream = engines.trunk, engines.trunk._shared.stream
+    ids = token_ids(engines.vocab_size, 20, seed=3)
+    want = engines.prefill(ids, GREEDY)
+    trunk.start(make_sampler(params))
+    trunk.prefill(ids)
+    name = next(name for name in trunk._shared.states if name.endswith(".pool"))
+    buffer = trunk._shared.states[name]
+    poison = PinnedBuffer(buffer.nbytes)
+    poison.array[:] = 0xFF  # NaN, as any float
+    stream.to_device(buffer.address, poison, buffer.nbytes)
+    with pytest.raises(NumericError, match=f"position {len(ids) + 1}"):
+        trunk.verify([1])
+    assert_same_bits(engines.prefill(ids, GREEDY), want, "hidden afterwards")
