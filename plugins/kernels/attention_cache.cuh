@@ -94,18 +94,17 @@ struct ByteRows {
         float mine = 0.0f;  // scale number `lane`
 #pragma unroll
         for (int g = 0; g < kGROUPS; ++g) {
-            float top = 0.0f;
+            // Magnitudes are ordered as their bits are, infinity and NaN above all numbers.
+            uint32_t top = 0;
 #pragma unroll
-            for (int j = 0; j < kMINE; ++j) top = max_or_nan(top, fabsf(v[kMINE * g + j]));
-#pragma unroll
-            for (int d = 16; d; d >>= 1) top = max_or_nan(top, __shfl_xor_sync(~0u, top, d));
-            const float scale = __fdiv_rn(top, 127.0f);
-            if (lane == g) mine = scale;
+            for (int j = 0; j < kMINE; ++j) top = max(top, __float_as_uint(fabsf(v[kMINE * g + j])));
+            const float largest = __uint_as_float(__reduce_max_sync(~0u, top));
+            const float steps = __fdiv_rn(127.0f, largest);  // of all zeros: infinite, and 0 * infinity rounds to 0
+            if (lane == g) mine = __fdiv_rn(largest, 127.0f);
 #pragma unroll
             for (int j = 0; j < kMINE; ++j) {
-                const int e = kGROUP * g + 32 * j + lane;
-                const int byte = scale > 0.0f ? __float2int_rn(__fdiv_rn(v[kMINE * g + j], scale)) : 0;
-                static_cast<int8_t*>(row)[e] = static_cast<int8_t>(max(-127, min(127, byte)));
+                const int byte = __float2int_rn(__fmul_rn(v[kMINE * g + j], steps));
+                static_cast<int8_t*>(row)[kGROUP * g + 32 * j + lane] = static_cast<int8_t>(max(-127, min(127, byte)));
             }
         }
         if (lane < 4) reinterpret_cast<float*>(static_cast<int8_t*>(row) + D)[lane] = mine;
@@ -188,11 +187,6 @@ private:
         return *reinterpret_cast<const __half2*>(&pair);
     }
     __device__ static __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<const uint32_t*>(&v); }
-    __device__ static __forceinline__ float max_or_nan(float a, float b) {
-        float r;
-        asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-        return r;
-    }
 };
 
 }  // namespace nextn
