@@ -6,6 +6,8 @@ PROMPT ?= Explain itertools.chain.
 OUT ?= engines/built/$(basename $(notdir $(MODEL)))
 # On compute capability 9.0 (H100, H200): TENSORRT=tensorrt-rtx-cu13==1.6.1.120
 TENSORRT ?= tensorrt-rtx-cu13
+# int8: half the memory for the context
+KV_CACHE ?= f16
 PYTEST_FLAGS ?=
 ARCHITECTURES ?= 80-real;86-real;89-real;90-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
@@ -49,7 +51,7 @@ build/cuda/.installed:
 	touch $@
 
 engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT engines; needs no GPU.
-	$(BIN)/python -m engines.build $(MODEL) -o $(OUT)
+	$(BIN)/python -m engines.build $(MODEL) -o $(OUT) --kv-cache $(KV_CACHE)
 
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-tensorrt plugins  ## Kernels and engines; fails without an NVIDIA GPU.
 	$(BIN)/python -m pytest -m gpu --require-gpu $(PYTEST_FLAGS)

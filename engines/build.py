@@ -32,6 +32,7 @@ from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
 from engines.network import Progress, bindings, build_engine, fix_sizes, load_graph
 from engines.weight_places import packed, weight_places
+from export.int8_caches import with_int8_caches
 from export.lower_layers import LayerForm, merge_layers
 from export.weight_inputs import external_weights
 from plugins.load import library_digest, load_plugins, prepare_parser, tensorrt
@@ -39,6 +40,7 @@ from plugins.ops import MAX_DECODE_T
 
 ROLES = ("trunk", "draft")
 LOWERINGS = ("layers", "ops")
+KV_CACHES = ("f16", "int8")
 DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=512, embed_weights=False)
 # Part of every build key: raise it when the same inputs would give other engines.
 _BUILDER_VERSION = 3
@@ -109,7 +111,8 @@ def _build_role(
     progress: Progress,
     listing: list[str] | None,
 ) -> Engine:
-    fixed = fix_sizes(form.model, {"P": pool_size(manifest.geometry, options.max_rows), "L": options.context})
+    model = with_int8_caches(form.model) if options.kv_cache == "int8" else form.model
+    fixed = fix_sizes(model, {"P": pool_size(manifest.geometry, options.max_rows), "L": options.context})
     profiles = _profiles(role, options)
     inputs, outputs = bindings(fixed)
     file = folder / f"{role}.engine"
@@ -147,8 +150,12 @@ def _checked(options: EngineOptions, manifest: Manifest, folder: Path) -> Engine
     ):
         if not low <= value <= high:
             raise UsageError(f"{name} {value}: wanted {low} to {high}")
-    if options.lowering not in LOWERINGS:
-        raise UsageError(f"--lowering {options.lowering}: wanted {' or '.join(LOWERINGS)}")
+    for flag, choice, choices in (
+        ("--lowering", options.lowering, LOWERINGS),
+        ("--kv-cache", options.kv_cache, KV_CACHES),
+    ):
+        if choice not in choices:
+            raise UsageError(f"{flag} {choice}: wanted {' or '.join(choices)}")
     if options.context < options.max_rows:
         raise UsageError(f"--context {options.context}: wanted at least --max-draft + 1 = {options.max_rows}")
     return replace(options, prefill_chunk=min(options.prefill_chunk, options.context))
@@ -228,6 +235,12 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.lowering,
         help="a plugin a decoder layer, or one per op, to compare inside a layer (default %(default)s)",
     )
+    parser.add_argument(
+        "--kv-cache",
+        choices=KV_CACHES,
+        default=defaults.kv_cache,
+        help="of trunk and draft head; int8: half the memory, and text that may differ (default %(default)s)",
+    )
     parser.add_argument("--no-draft", action="store_true", help="with a .gguf: leave the NextN draft head out")
     parser.add_argument(
         "--plugins", type=Path, metavar="LIB.so", help="the plugin library (default: the one built here)"
@@ -240,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     given = _parser().parse_args(arguments)
     options = EngineOptions(
-        given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights, given.lowering
+        given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights, given.lowering, given.kv_cache
     )
 
     def show(role: str, listing: list[str]) -> None:

@@ -23,13 +23,14 @@ FORMAT_VERSION = 2
 class EngineOptions:
     """What an engine can do. max_rows: tokens of a decode or verify pass, draft_n + 1; context: KV rows;
     prefill_chunk: tokens of a prefill pass; embed_weights: the weights are inside, not inputs; lowering: "layers", a
-    plugin a decoder layer, or "ops"."""
+    plugin a decoder layer, or "ops"; kv_cache: "f16", or "int8" for rows of half the size."""
 
     max_rows: int
     context: int
     prefill_chunk: int
     embed_weights: bool
     lowering: str = "layers"
+    kv_cache: str = "f16"
 
 
 @dataclass(frozen=True)

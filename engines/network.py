@@ -19,7 +19,12 @@ from plugins import ops
 from plugins.load import tensorrt, trt
 from plugins.log import Messages, logger, messages
 
-_DTYPES: dict[int, str] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16", TensorProto.INT32: "int32"}
+_DTYPES: dict[int, str] = {
+    TensorProto.FLOAT: "float32",
+    TensorProto.FLOAT16: "float16",
+    TensorProto.INT32: "int32",
+    TensorProto.INT8: "int8",
+}
 Progress = Callable[[str, float], None]
 
 

@@ -17,7 +17,7 @@ RESERVE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by part. code: the engines' own constants and kernels."""
+    """Bytes by part. code: the engines' own constants and kernels. kv_cache: their kind, as `EngineOptions` names it."""
 
     weights: int
     kv_caches: int
@@ -25,6 +25,7 @@ class MemoryPlan:
     activations: int
     buffers: int
     code: int
+    kv_cache: str
 
     @property
     def total(self) -> int:
@@ -33,7 +34,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         parts = (
             ("weights", self.weights),
-            ("KV caches", self.kv_caches),
+            (f"{self.kv_cache} KV caches", self.kv_caches),
             ("recurrent states", self.states),
             ("activations", self.activations),
             ("buffers", self.buffers),
@@ -44,9 +45,10 @@ class MemoryPlan:
     def check(self, free: int, total: int) -> None:
         """Raise ResourceError when ``free`` of the GPU's ``total`` bytes are not enough."""
         if self.total + RESERVE_BYTES > free:
+            smaller_cache = "" if self.kv_cache == "int8" else " or --kv-cache int8"
             raise ResourceError(
                 f"not enough GPU memory: needs {self}, {_size(free)} of {_size(total)} are free; close other programs, "
-                "build engines with a smaller --context, or use a smaller quantisation"
+                f"build engines with a smaller --context{smaller_cache}, or use a smaller quantisation"
             )
 
 
@@ -63,6 +65,7 @@ def plan_memory(manifest: EngineManifest, roles: Iterable[str], activations: int
         activations=activations,
         buffers=buffers,
         code=sum(engine.nbytes for engine in engines),
+        kv_cache=manifest.options.kv_cache,
     )
 
 

@@ -152,7 +152,7 @@ class TensorrtTrunk:
 
     def state(self) -> dict[str, np.ndarray]:
         """Copies of everything the committed tokens left behind, named and shaped as the canonical graph's state:
-        GDN state, conv window, KV rows below ``position`` (float16)."""
+        GDN state, conv window, KV rows below ``position`` (as they are kept: float16, or int8 with their scales)."""
         copies: dict[str, np.ndarray] = {}
         for binding in state_bindings(self._shared.manifest.engines["trunk"]):
             prefix, kind = binding.name.rsplit(".", 1)

@@ -14,7 +14,7 @@ from tests.gpu.conftest import Opened
 from tests.gpu.prepare import MAX_ROWS
 
 ROW_COUNTS = range(2, MAX_ROWS + 1)
-STATE_WORDS = {2: np.uint16, 4: np.uint32}
+STATE_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def token_ids(vocab_size: int, n: int, seed: int) -> np.ndarray:
