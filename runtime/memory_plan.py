@@ -17,7 +17,7 @@ RESERVE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by part. code: the engines' own constants and kernels. kv_cache: their kind, as `EngineOptions` names it."""
+    """Bytes by part. code: the engines' own constants and kernels. kv_cache: their kind, "f16" or "int8"."""
 
     weights: int
     kv_caches: int

@@ -88,6 +88,19 @@ def assert_same_choices(got: Array, want: Array, what: str) -> None:
         )
 
 
+def kl_divergence(want: Array, got: Array) -> Array:
+    """KL(want || got) of logits [..., V], in nats, [...]."""
+    p, q = (_log_softmax(logits.astype(np.float64)) for logits in (want, got))
+    kl: Array = (np.exp(p) * (p - q)).sum(axis=-1)
+    return kl
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    total: Array = np.exp(shifted).sum(axis=-1, keepdims=True)
+    return shifted - np.log(total)
+
+
 def nmse(got: Array, want: Array) -> float:
     """Squared error over squared reference; 0 for two zeros."""
     power = float(np.square(want).sum())

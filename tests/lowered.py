@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from plugins import ops
-from tests.oracle import attention, gated_delta_net, kquant
+from tests.oracle import attention, gated_delta_net, int8_rows, kquant
 from tests.oracle.gated_delta_net import F64, sigmoid
 
 _TYPE_NAMES = {kind.id: name for name, kind in kquant.TYPES.items()}
@@ -40,7 +40,8 @@ class Lowered:
             if "v_heads" in attributes:
                 self.state[name] = np.zeros(max_rows * sum(_slot_sizes(attributes)))
             else:
-                self.state[name] = np.zeros((2, capacity, attributes["kv_heads"], attributes["head_dim"]))
+                rows = np.zeros((2, capacity, attributes["kv_heads"], attributes["head_dim"]))
+                self.state[name] = int8_rows.encode(rows) if attributes["cache_type"] else rows
 
     def run(self, tokens: list[int], position: int, slot: int, **inputs: np.ndarray) -> dict[str, np.ndarray]:
         """One pass; its outputs by name. All rows get logits. State is carried on."""
@@ -168,8 +169,10 @@ def _gated_attention(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarra
                 for k in key[t].reshape(kv_heads, dim)
             ]
         )
-        cache[0, first + t], cache[1, first + t] = new_key, value[t].reshape(kv_heads, dim)
-        y[t] = _attend(layer, qg, cache[:, : first + t + 1], angle[t])
+        new = np.stack([new_key, value[t].reshape(kv_heads, dim)])
+        cache[:, first + t] = int8_rows.encode(new) if at["cache_type"] else new
+        rows = cache[:, : first + t + 1]
+        y[t] = _attend(layer, qg, int8_rows.decode(rows) if at["cache_type"] else rows, angle[t])
     return [y, cache]
 
 

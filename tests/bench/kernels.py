@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from tests.kernels import library as lib
-from tests.kernels.test_attention import F16, INT8, NINE_B, Layer, int8_rows
+from tests.kernels.test_attention import F16, INT8, NINE_B, Layer
 from tests.kernels.test_gated_delta_net import Net, Shape
-from tests.oracle import kquant
+from tests.oracle import int8_rows, kquant
 
 SHAPES = (
     ("Q4_K", 8192, 4096),
@@ -103,7 +103,7 @@ def attention_times(position: int, tokens: tuple[int, ...], cache_type: int) -> 
     rng = np.random.default_rng(0)
     capacity = position + max(tokens)
     some = (rng.standard_normal((512, 4, 256)) * 1.5).astype(np.float16)
-    some = some if cache_type == F16 else int8_rows(some)
+    some = some if cache_type == F16 else int8_rows.encode(some)
     rows = np.tile(some, (-(-capacity // 512), 1, 1))[:capacity]
     layers = [Layer(rng, NINE_B, 8, cache_type=cache_type) for _ in range(8)]
     for layer in layers:

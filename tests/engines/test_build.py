@@ -13,7 +13,7 @@ import pytest
 
 from engines import build, network
 from engines.build import build_engines, main
-from engines.engine_manifest import ENGINES_NAME, EngineOptions, load_engine_manifest, pool_size
+from engines.engine_manifest import ENGINES_NAME, Binding, EngineOptions, load_engine_manifest, pool_size
 from engines.errors import EngineError, ResourceError, UsageError
 from engines.manifest import load_manifest
 from engines.network import load_graph
@@ -40,6 +40,7 @@ def folder(tiny: Tiny, tmp_path: Path) -> Path:
         ({"context": 4097}, "--context 4097: wanted 1 to 4096"),
         ({"context": 3}, "--context 3: wanted at least --max-draft . 1 = 4"),
         ({"prefill_chunk": 0}, "--prefill-chunk 0: wanted 1 to"),
+        ({"kv_cache": "int4"}, "--kv-cache int4: wanted f16 or int8"),
         ({"lowering": "rows"}, "--lowering rows: wanted layers or ops"),
     ],
 )
@@ -143,6 +144,28 @@ def test_manifest_says_what_the_runtime_needs(folder: Path) -> None:
 
 
 @pytest.mark.trt
+@pytest.mark.parametrize("lowering", build.LOWERINGS)
+@pytest.mark.parametrize("name", ["q4_k_m", "heads_256"])
+def test_int8_caches(tiny: Tiny, tmp_path: Path, name: str, lowering: str) -> None:
+    """In place as f16 ones are, nothing copied or converted."""
+    export_model(tiny(name), tmp_path / "x", target="tensorrt")
+    listings: dict[str, list[str]] = {}
+    options = replace(OPTIONS, lowering=lowering, kv_cache="int8")
+    manifest, _ = build_engines(tmp_path / "x", options, layers=listings.__setitem__)
+    assert load_engine_manifest(tmp_path / "x").options.kv_cache == "int8"
+    geometry = load_manifest(tmp_path / "x").geometry
+    shape = (2, OPTIONS.context, geometry.num_kv_heads, geometry.head_dim + 16)
+    for role, layers in (("trunk", geometry.attention_layers), ("draft", [geometry.draft_layer])):
+        engine = manifest.engines[role]
+        for layer in layers:
+            before = Binding(f"blk.{layer}.cache", "int8", shape)
+            assert before in engine.inputs
+            assert Binding(f"blk.{layer}.cache.out", "int8", shape, before.name) in engine.outputs
+            assert any(f"{before.name} (Int8[" in line for line in listings[role])
+        assert not [line for line in listings[role] if "Layer(Reformat)" in line]
+
+
+@pytest.mark.trt
 def test_rebuilt_only_when_something_changed(folder: Path) -> None:
     def build(**changes: object) -> bool:
         _, built = build_engines(folder, replace(OPTIONS, **changes))  # type: ignore[arg-type]
@@ -151,6 +174,7 @@ def test_rebuilt_only_when_something_changed(folder: Path) -> None:
     assert build() and not build()
     assert build(context=256) and not build(context=256)
     assert build(lowering="ops") and not build(lowering="ops")
+    assert build(kv_cache="int8") and not build(kv_cache="int8")
     assert build(context=256) and not build(context=256)
     (folder / "draft.engine").write_bytes(b"short")
     assert build(context=256)
@@ -250,8 +274,9 @@ def test_command_line_from_a_gguf(tiny: Tiny, tmp_path: Path, capsys: pytest.Cap
     assert main(arguments) == 0
     assert "up to date" in capsys.readouterr().out
     assert (tmp_path / "x" / "manifest.json").stat().st_mtime_ns == exported
-    assert main([*arguments, "--no-draft"]) == 0
+    assert main([*arguments, "--no-draft", "--kv-cache", "int8"]) == 0
     assert not (tmp_path / "x" / "draft.engine").exists()
+    assert load_engine_manifest(tmp_path / "x").options.kv_cache == "int8"
 
 
 @pytest.mark.trt

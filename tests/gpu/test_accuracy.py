@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.sampling import SamplingParams
+from tests.compare import kl_divergence
 from tests.gpu.checks import run
 from tests.gpu.conftest import Opened
 from tests.gpu.prepare import (
@@ -34,11 +35,6 @@ RANDOM_TOP1_MIN = 0.95  # of few positions, and flat distributions
 ACCEPTANCE_MAX_ABS = 0.01
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 @pytest.mark.parametrize("begin", [0, 44])
 @pytest.mark.parametrize(
     ("name", "program"), [("trained", LLAMACPP), *((name, ONNXRUNTIME) for name in ("trained", *RANDOM_MODELS))]
@@ -51,8 +47,7 @@ def test_logits_are_the_others(opened: Open, prepared: Path, name: str, program:
         engines.prefill(text[:begin])
         got.append(engines.append(text[begin:], MAX_ROWS)[0])
     logits, want, best = np.stack(got), want[:, begin:], best[:, begin:]
-    p, q = log_softmax(want), log_softmax(logits)
-    kl = (np.exp(p) * (p - q)).sum(axis=-1)
+    kl = kl_divergence(want, logits)
     top1 = (best == logits.argmax(axis=-1)).mean()
     print(
         f"{name} against {program}, {kl.size} positions: KL mean {kl.mean():.3g} max {kl.max():.3g}, top-1 {top1:.5f}"

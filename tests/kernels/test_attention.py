@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tests.kernels import library as lib
 from tests.oracle import attention as oracle
+from tests.oracle import int8_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,6 @@ EPS = 1e-6
 ERROR = 1e-3  # f16 queries, weights, and values as they are multiplied
 HALF_STEP = 2.0**-10
 F16, INT8 = 0, 1  # cache types
-GROUP = 64  # int8 values of a scale
 # Of int8 rows against exact ones: steps of a 127th of the largest of 64 values.
 INT8_ERROR = 1.5e-2
 both_caches = pytest.mark.parametrize("cache_type", [F16, INT8], ids=["f16", "int8"])
@@ -35,29 +35,6 @@ class Shape:
 
 TINY, SMALL, NINE_B, BIG = Shape(4, 2, 32, 16), Shape(3, 3, 64, 64), Shape(16, 4, 256, 64), Shape(24, 4, 256, 64)
 WIDE = Shape(8, 1, 128, 32)
-
-
-def int8_rows(values: NDArray[np.floating]) -> NDArray[np.int8]:
-    """[..., D] -> rows [..., D + 16] of an int8 cache; a group with a NaN gets such a scale."""
-    dim = values.shape[-1]
-    size = min(GROUP, dim)
-    groups = values.astype(np.float32).reshape(*values.shape[:-1], dim // size, size)
-    scales = np.abs(groups).max(axis=-1) / np.float32(127)
-    with np.errstate(invalid="ignore"):
-        steps = np.rint(groups / np.where(scales > 0, scales, 1)[..., None])
-    rows = np.zeros((*values.shape[:-1], dim + 16), np.int8)
-    rows[..., :dim] = np.nan_to_num(steps).reshape(values.shape)
-    rows[..., dim : dim + 4 * scales.shape[-1]] = scales.view(np.int8)
-    return rows
-
-
-def values_of(rows: NDArray[np.int8]) -> NDArray[np.float64]:
-    """rows [..., D + 16] of an int8 cache -> what they stand for, [..., D]."""
-    dim = rows.shape[-1] - 16
-    group = min(GROUP, dim)
-    scales = np.ascontiguousarray(rows[..., dim : dim + 4 * (dim // group)]).view(np.float32)
-    groups = rows[..., :dim].reshape(*rows.shape[:-1], dim // group, group)
-    return (groups * scales[..., None].astype(np.float64)).reshape(*rows.shape[:-1], dim)
 
 
 class Layer:
@@ -85,7 +62,7 @@ class Layer:
         """`rows` random rows in both caches, NaN behind them."""
         values = np.full((2, self.capacity, self.shape.kv_heads, self.shape.dim), np.nan, np.float16)
         values[:, :rows] = rng.standard_normal((2, rows, *values.shape[2:])) * 1.5
-        self.caches = [lib.put(x if self.cache_type == F16 else int8_rows(x)) for x in values]
+        self.caches = [lib.put(x if self.cache_type == F16 else int8_rows.encode(x)) for x in values]
 
     def inputs(self, rng: np.random.Generator, t: int) -> list[F32]:
         """query and gate, key, value"""
@@ -125,7 +102,7 @@ class Layer:
     def rows(self, n: int) -> list[NDArray[np.float64]]:
         """The first n keys and values [n, KV, D]."""
         kept = [x[:n] for x in self.cached()]
-        return [x.astype(np.float64) if self.cache_type == F16 else values_of(x.view(np.int8)) for x in kept]
+        return [x.astype(np.float64) if self.cache_type == F16 else int8_rows.decode(x.view(np.int8)) for x in kept]
 
     def reference(self, inputs: list[F32], position: int) -> tuple[NDArray[np.float64], ...]:
         """y, keys and values in float64, the new rows rounded to int8 in an int8 cache."""
@@ -133,7 +110,7 @@ class Layer:
         keys, values = self.rows(position)
         query = inputs[0].astype(np.float64).reshape(t, s.heads, 2, s.dim)
         key, value = (x.astype(np.float64).reshape(t, s.kv_heads, s.dim) for x in inputs[1:])
-        stored = oracle.as_int8 if self.cache_type == INT8 else np.asarray
+        stored = int8_rows.kept if self.cache_type == INT8 else np.asarray
         return oracle.run(self.oracle, query, key, value, position, keys, values, stored)
 
 
@@ -168,7 +145,7 @@ def test_matches_float64_and_appends(
 
 def check_int8_rows(got: NDArray[np.float64], want: NDArray[np.float64]) -> None:
     """The oracle's rows, but for values that lie between two steps within the kernel's float32 error."""
-    size = min(GROUP, got.shape[-1])
+    size = min(int8_rows.GROUP, got.shape[-1])
     step = np.abs(want.reshape(-1, size)).max(axis=-1, keepdims=True) / 127
     off = np.abs(got - want).reshape(-1, size) / step
     assert off.max() < 1.001
@@ -180,7 +157,7 @@ def test_cost_of_int8_rows(rng: np.random.Generator, t: int) -> None:
     """Against a cache that rounds nothing."""
     layer = Layer(rng, NINE_B, 400, cache_type=INT8)
     exact = [rng.standard_normal((300, 4, 256)) * 1.5 for _ in range(2)]
-    layer.caches = [lib.put(np.concatenate([int8_rows(x), np.zeros((100, 4, 272), np.int8)])) for x in exact]
+    layer.caches = [lib.put(np.concatenate([int8_rows.encode(x), np.zeros((100, 4, 272), np.int8)])) for x in exact]
     inputs = layer.inputs(rng, t)
     query, key, value = (x.astype(np.float64) for x in inputs)
     shape = (query.reshape(t, 16, 2, 256), key.reshape(t, 4, 256), value.reshape(t, 4, 256))
@@ -254,7 +231,7 @@ def test_int8_values_of_any_size(rng: np.random.Generator, scale: float) -> None
     layer = Layer(rng, SMALL, 300, cache_type=INT8)
     rows = rng.uniform(-1, 1, (2, 256, 3, 64)).astype(np.float32)
     rows[1] *= np.float32(scale)
-    layer.caches = [lib.put(np.concatenate([int8_rows(x), np.zeros((44, 3, 80), np.int8)])) for x in rows]
+    layer.caches = [lib.put(np.concatenate([int8_rows.encode(x), np.zeros((44, 3, 80), np.int8)])) for x in rows]
     inputs = layer.inputs(rng, 2)
     inputs[2] = (rng.uniform(-1, 1, inputs[2].shape) * scale).astype(np.float32)
     want, _, _ = layer.reference(inputs, 256)

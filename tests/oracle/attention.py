@@ -46,17 +46,6 @@ def rotate(x: F64, position: int, inv_freq: F64, factor: float) -> F64:
     return out
 
 
-def as_int8(rows: F64, group: int = 64) -> F64:
-    """What an int8 cache gives back of ``rows`` [..., D]: steps of a 127th of the largest of ``group`` neighbours.
-
-    Rounds half to even. The scale is float32, as it is kept."""
-    size = min(group, rows.shape[-1])
-    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // size, size)
-    scale = (np.abs(groups).max(axis=-1, keepdims=True) / 127).astype(np.float32).astype(np.float64)
-    steps = np.divide(groups, scale, out=np.zeros_like(groups), where=scale != 0)
-    return (np.clip(np.rint(steps), -127, 127) * scale).reshape(rows.shape)
-
-
 def run(
     layer: Layer,
     query_gate: F64,

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engines.engine_manifest import ENGINES_NAME
+from engines.engine_manifest import ENGINES_NAME, load_engine_manifest
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from plugins.load import TensorRT
 from runtime import cuda
 from runtime.controller import AdaptiveDraft
 from runtime.engine_tensorrt import open_engines
+from runtime.memory_plan import plan_memory
 from runtime.session import Session, SpecOptions, open_session
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_passes import CONTEXT, MAX_ROWS
@@ -126,8 +127,26 @@ def test_plugin_library_missing(gpu: FakeGpu, folder: Path, monkeypatch: pytest.
 def test_too_little_memory_is_said_before_any_is_taken(gpu: FakeGpu, folder: Path) -> None:
     gpu.cuda.free = 1 << 20
     message = refused(folder, ResourceError, "weights", "KV caches", "recurrent states", "activations", "--context")
-    assert "1.0 MB of 17.18 GB are free" in message
+    assert "1.0 MB of 17.18 GB are free" in message and "--kv-cache int8" in message
     assert sum(gpu.cuda.allocated.values()) < 4096
+
+
+def test_int8_caches_are_planned_with_their_size(gpu: FakeGpu, folder: Path) -> None:
+    """And nobody is told to build what is built already."""
+    manifest = load_engine_manifest(folder)
+    trunk = manifest.engines["trunk"]
+    inputs = [replace(each, dtype="int8") if each.name.endswith(".cache") else each for each in trunk.inputs]
+    int8 = replace(
+        manifest,
+        options=replace(manifest.options, kv_cache="int8"),
+        engines={**manifest.engines, "trunk": replace(trunk, inputs=tuple(inputs))},
+    )
+    plans = [plan_memory(each, ["trunk"], 0, 0) for each in (manifest, int8)]
+    assert plans[0].kv_caches == 2 * plans[1].kv_caches > 0
+    assert plans[0].total - plans[1].total == plans[1].kv_caches
+    with pytest.raises(ResourceError, match="int8 KV caches") as caught:
+        plans[1].check(free=0, total=1 << 30)
+    assert "--context" in str(caught.value) and "--kv-cache" not in str(caught.value)
 
 
 def test_memory_runs_out_all_the_same(gpu: FakeGpu, folder: Path) -> None:
