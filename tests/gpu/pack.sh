@@ -33,7 +33,7 @@ cp "$cache"/tensorrt_rtx_cu13_bindings-*.whl "$cache"/gguf-*.whl "$cache"/onnx_g
 # Engines and reference logits; the trained model's own file is part of the checkout.
 (cd "$root" && "$python" -m tests.gpu.prepare "$cache/prepared")
 tar -C "$cache/prepared" --no-wildcards-match-slash --exclude=./.canonical --exclude='./*.gguf' \
-  --exclude=./trained/model.gguf -cJf "$dest/a/prepared.tar.xz" .
+  '--exclude=./trained*/model.gguf' -cJf "$dest/a/prepared.tar.xz" .
 tar -C "$root/build/plugins" -cJf "$dest/b/plugins.tar.xz" libnextn_kernels.so libnextn_plugins.so
 cp "$root/tests/gpu/unpack.sh" "$dest/b/"
 du -sh "$dest/a" "$dest/b"

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,14 +22,20 @@ from engines.errors import EngineError
 from engines.manifest import load_manifest
 from tests.peer.speculation import NEW_TOKENS, recorded
 
-# Engines of single ops instead of whole layers, of the model that the rest of the name says.
-SINGLE_OPS = ".ops"
-# The trained model; models of known text; random ones of various head sizes, tensor types and parts.
+if TYPE_CHECKING:
+    from tests.exported import Exported
+
+# Engines of single ops instead of whole layers, or with int8 KV caches, of the model that the rest of the name says.
+SINGLE_OPS, INT8_CACHES = ".ops", ".int8"
+# The trained one; models of known text; random ones of various head sizes, tensor types and parts.
+TRAINED_MODELS = ("trained", f"trained{INT8_CACHES}")
 KNOWN_TEXT_MODELS = ("bigram_ring", "draft_perfect", "ring_stop_inside", "stops_at_once")
 RANDOM_MODELS = (
     "heads_256",
+    f"heads_256{INT8_CACHES}",
     "q4_k_m",
     f"q4_k_m{SINGLE_OPS}",
+    f"q4_k_m{SINGLE_OPS}{INT8_CACHES}",
     "mixed_types",
     "split_kinds_in_pair",
     "other_types",
@@ -36,7 +44,7 @@ RANDOM_MODELS = (
 )
 # Odd in one way that numbers show.
 ODD_MODELS = ("tied", "tied_copied", "norms_all_one", "gdn_no_decay", "gdn_fast_decay")
-MODELS = ("trained", *KNOWN_TEXT_MODELS, *RANDOM_MODELS, *ODD_MODELS)
+MODELS = (*TRAINED_MODELS, *KNOWN_TEXT_MODELS, *RANDOM_MODELS, *ODD_MODELS)
 MAX_ROWS = 8
 CONTEXT = 4096
 PREFILL_CHUNK = 256
@@ -59,16 +67,18 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
         if not _is_current(folder / name):
             export_model(model, folder / name, target="tensorrt")
         context = min(CONTEXT, load_manifest(folder / name).geometry.context_length)
-        lowering = "ops" if name.endswith(SINGLE_OPS) else "layers"
-        options = EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False, lowering)
+        lowering = "ops" if SINGLE_OPS in name else "layers"
+        kv_cache = "int8" if name.endswith(INT8_CACHES) else "f16"
+        options = EngineOptions(MAX_ROWS, context, PREFILL_CHUNK, False, lowering, kv_cache)
         build_engines(folder / name, options, library=plugins)
-    for name in ("trained", *RANDOM_MODELS, *ODD_MODELS):
+    for name in (*TRAINED_MODELS, *RANDOM_MODELS, *ODD_MODELS):
         if not _reference(folder, name, ONNXRUNTIME).exists():
             _write_reference(folder, name, ONNXRUNTIME, onnxruntime_rows(folder, name))
     if not _reference(folder, "trained", LLAMACPP).exists():
         _write_reference(folder, "trained", LLAMACPP, llamacpp_rows(folder))
-    if not _acceptance(folder).exists():
-        _acceptance(folder).write_text(json.dumps(onnxruntime_acceptance(folder)))
+    for name in TRAINED_MODELS:
+        if not _acceptance(folder, name).exists():
+            _acceptance(folder, name).write_text(json.dumps(onnxruntime_acceptance(folder, name)))
     return folder
 
 
@@ -89,7 +99,7 @@ def model_file(folder: Path, name: str) -> Path:
     from tests.named_inputs import write_named
     from tests.vocabulary_files import TRAINED_MODEL
 
-    name = name.removesuffix(SINGLE_OPS)
+    name = name.removesuffix(INT8_CACHES).removesuffix(SINGLE_OPS)
     path = TRAINED_MODEL if name == "trained" else folder / f"{name}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     return path if path.exists() else write_named(name, folder)
@@ -98,7 +108,7 @@ def model_file(folder: Path, name: str) -> Path:
 def texts(folder: Path, name: str) -> list[list[int]]:
     """Token ids to compare logits over. The trained model: prompts that were in no training text, with llama.cpp's
     continuation; others: ids drawn evenly."""
-    if name == "trained":
+    if name in TRAINED_MODELS:
         return [(run.prompt + run.greedy)[:TEXT_TOKENS] for run in recorded()]
     manifest = load_manifest(folder / name)
     n = 400 if name.startswith("gdn_") else min(96, manifest.geometry.context_length)
@@ -107,10 +117,23 @@ def texts(folder: Path, name: str) -> list[list[int]]:
 
 def onnxruntime_rows(folder: Path, name: str) -> np.ndarray:
     """ONNX Runtime's logits over `texts`, [N, T, V] f32."""
-    from tests.exported import export, trunk_rows
+    from tests.exported import trunk_rows
 
-    trunk = export(model_file(folder, name), folder / ".canonical" / name).trunk()
+    trunk = _canonical(folder, name).trunk()
     return np.stack([trunk_rows(trunk, text)[0] for text in texts(folder, name)])
+
+
+def _canonical(folder: Path, name: str) -> Exported:
+    """For ONNX Runtime; keys and values rounded to int8 where the engines keep them so."""
+    from tests.exported import export
+    from tests.rounded_caches import with_rounded_caches
+
+    exported = export(model_file(folder, name), folder / ".canonical" / name)
+    if not name.endswith(INT8_CACHES):
+        return exported
+    rounded = folder / ".canonical" / f"{name}.rounded"
+    shutil.rmtree(rounded, ignore_errors=True)
+    return with_rounded_caches(exported, rounded, "int8")
 
 
 def llamacpp_rows(folder: Path) -> np.ndarray:
@@ -126,18 +149,18 @@ def llamacpp_rows(folder: Path) -> np.ndarray:
     return rows
 
 
-def onnxruntime_acceptance(folder: Path) -> dict[str, int]:
+def onnxruntime_acceptance(folder: Path, name: str) -> dict[str, int]:
     """Drafts made, and accepted, over the recorded prompts by the product's loop on ONNX Runtime."""
-    from tests.exported import export, generate_tokens
+    from tests.exported import generate_tokens
 
-    trunk, draft = export(model_file(folder, "trained"), folder / ".canonical" / "trained").engines()
+    trunk, draft = _canonical(folder, name).engines()
     stats = [generate_tokens(trunk, draft, one.prompt, NEW_TOKENS, DRAFTS)[2] for one in recorded()]
     return {"drafted": sum(each.draft_n for each in stats), "accepted": sum(each.draft_n_accepted for each in stats)}
 
 
-def read_acceptance(folder: Path) -> float:
+def read_acceptance(folder: Path, name: str) -> float:
     """Accepted / drafted of `onnxruntime_acceptance`."""
-    counts = json.loads(_acceptance(folder).read_text())
+    counts = json.loads(_acceptance(folder, name).read_text())
     return float(counts["accepted"] / counts["drafted"])
 
 
@@ -150,11 +173,12 @@ def _write_reference(folder: Path, name: str, program: str, rows: np.ndarray) ->
 
 
 def _known(folder: Path, name: str, program: str) -> np.ndarray | np.int16:
-    """What stored levels are counted from. ONNX Runtime's, for another program: almost the same, so that next to
-    nothing is left to store."""
-    if program == ONNXRUNTIME:
+    """What stored levels are counted from. ONNX Runtime's, for another program, or the model's with its caches exact:
+    almost the same, so that next to nothing is left to store."""
+    exact = name.removesuffix(INT8_CACHES)
+    if (name, program) == (exact, ONNXRUNTIME):
         return np.int16(0)
-    with np.load(_reference(folder, name, ONNXRUNTIME)) as file:
+    with np.load(_reference(folder, exact, ONNXRUNTIME)) as file:
         return file["levels"]
 
 
@@ -171,8 +195,8 @@ def _reference(folder: Path, name: str, program: str) -> Path:
     return folder / f"{name}.{program}.npz"
 
 
-def _acceptance(folder: Path) -> Path:
-    return folder / f"trained.{ONNXRUNTIME}.json"
+def _acceptance(folder: Path, name: str) -> Path:
+    return folder / f"{name}.{ONNXRUNTIME}.json"
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from tests.gpu.prepare import (
     MAX_ROWS,
     ONNXRUNTIME,
     RANDOM_MODELS,
+    TRAINED_MODELS,
     read_acceptance,
     read_reference,
     texts,
@@ -28,7 +29,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.trt]
 
 Open = Callable[[str], Opened]
 
-# Quantised activations and f16 keys and values against float32 on the same weights.
+# Quantised activations and f16 keys and values against float32 on the same weights; int8 ones against the same
+# rounding there.
 KL_MEAN_MAX, TOP1_MIN = 1e-4, 0.998
 RANDOM_TOP1_MIN = 0.95  # of few positions, and flat distributions
 # Share of drafts by which acceptance may differ from the others' on the same prompts.
@@ -37,7 +39,8 @@ ACCEPTANCE_MAX_ABS = 0.01
 
 @pytest.mark.parametrize("begin", [0, 44])
 @pytest.mark.parametrize(
-    ("name", "program"), [("trained", LLAMACPP), *((name, ONNXRUNTIME) for name in ("trained", *RANDOM_MODELS))]
+    ("name", "program"),
+    [("trained", LLAMACPP), *((name, ONNXRUNTIME) for name in (*TRAINED_MODELS, *RANDOM_MODELS))],
 )
 def test_logits_are_the_others(opened: Open, prepared: Path, name: str, program: str, begin: int) -> None:
     """In verify passes from ``begin`` on, after a prefill chunk up to there. At least 2000 positions of text."""
@@ -52,19 +55,20 @@ def test_logits_are_the_others(opened: Open, prepared: Path, name: str, program:
     print(
         f"{name} against {program}, {kl.size} positions: KL mean {kl.mean():.3g} max {kl.max():.3g}, top-1 {top1:.5f}"
     )
-    assert kl.size >= (2000 if name == "trained" and not begin else 20)
+    assert kl.size >= (2000 if name in TRAINED_MODELS and not begin else 20)
     assert kl.mean() <= KL_MEAN_MAX
-    assert top1 >= (TOP1_MIN if name == "trained" else RANDOM_TOP1_MIN)
+    assert top1 >= (TOP1_MIN if name in TRAINED_MODELS else RANDOM_TOP1_MIN)
 
 
-def test_acceptance_is_the_others(opened: Open, prepared: Path) -> None:
-    engines, accepted, drafted, unlike = opened("trained"), 0, 0, 0
+@pytest.mark.parametrize("name", TRAINED_MODELS)
+def test_acceptance_is_the_others(opened: Open, prepared: Path, name: str) -> None:
+    engines, accepted, drafted, unlike = opened(name), 0, 0, 0
     for one in recorded():
         text, stats = run(engines, one.prompt, DRAFTS, NEW_TOKENS, SamplingParams())
         accepted, drafted = accepted + stats.draft_n_accepted, drafted + stats.draft_n
         unlike += text != one.greedy
     rounds = [count for one in recorded() for count in one.accepted[DRAFTS]]
-    ours, onnxruntime, peer = accepted / drafted, read_acceptance(prepared), sum(rounds) / (DRAFTS * len(rounds))
+    ours, onnxruntime, peer = accepted / drafted, read_acceptance(prepared, name), sum(rounds) / (DRAFTS * len(rounds))
     print(f"acceptance {ours:.4f}, ONNX Runtime {onnxruntime:.4f}, llama.cpp {peer:.4f}; {unlike} texts differ")
     assert ours == pytest.approx(onnxruntime, abs=ACCEPTANCE_MAX_ABS)
     assert ours == pytest.approx(peer, abs=ACCEPTANCE_MAX_ABS)

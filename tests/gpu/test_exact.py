@@ -10,7 +10,7 @@ from runtime.sampling import SamplingParams
 from runtime.tensorrt_trunk import GREEDY
 from tests.gpu.checks import assert_same_bits, assert_same_state, check_rows_agree, run, token_ids
 from tests.gpu.conftest import Opened
-from tests.gpu.prepare import MAX_ROWS, RANDOM_MODELS
+from tests.gpu.prepare import MAX_ROWS, RANDOM_MODELS, TRAINED_MODELS
 from tests.peer.speculation import recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trt]
@@ -19,12 +19,12 @@ Open = Callable[[str], Opened]
 
 
 @pytest.mark.parametrize("start", [0, 5, 1000])
-@pytest.mark.parametrize("name", ["trained", *RANDOM_MODELS])
+@pytest.mark.parametrize("name", [*TRAINED_MODELS, *RANDOM_MODELS])
 def test_rows_agree(opened: Open, name: str, start: int) -> None:
     check_rows_agree(opened(name), start)
 
 
-@pytest.mark.parametrize("name", ["trained", *RANDOM_MODELS])
+@pytest.mark.parametrize("name", [*TRAINED_MODELS, *RANDOM_MODELS])
 def test_head_rows_agree_bit_by_bit(opened: Open, name: str) -> None:
     """The head's logits after catching up with 1..8 rows at once are those after one row at a time."""
     engines = opened(name)
@@ -82,9 +82,10 @@ def test_a_round_is_its_parts(opened: Open, rows: int, n_drafts: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 5, MAX_ROWS])
 @pytest.mark.parametrize("start", [0, 300])
-def test_rollback(opened: Open, rows: int, start: int) -> None:
+@pytest.mark.parametrize("name", TRAINED_MODELS)
+def test_rollback(opened: Open, name: str, rows: int, start: int) -> None:
     """However many provisional tokens are kept, state and what follows are as if the others had never been."""
-    engines = opened("trained")
+    engines = opened(name)
     ids = token_ids(engines.vocab_size, start + rows, seed=rows)
     followers = token_ids(engines.vocab_size, 3, seed=1)
     for keep in range(1, rows + 1):

@@ -13,7 +13,7 @@ from runtime.sampling import SamplingParams
 from runtime.session import Session, SpecOptions, open_session
 from tests.gpu.checks import run
 from tests.gpu.conftest import Opened
-from tests.gpu.prepare import MAX_ROWS
+from tests.gpu.prepare import MAX_ROWS, TRAINED_MODELS
 from tests.known_text import ENDLESS, RING, STOP_INSIDE
 from tests.peer.speculation import recorded
 
@@ -46,8 +46,9 @@ def test_known_text(opened: Open, n_drafts: int) -> None:
     ],
     ids=["greedy", "0.8", "min-p", "host filters"],
 )
-def test_drafting_leaves_the_text_alone(opened: Open, params: SamplingParams, n_drafts: int) -> None:
-    engines = opened("trained")
+@pytest.mark.parametrize("name", TRAINED_MODELS)
+def test_drafting_leaves_the_text_alone(opened: Open, name: str, params: SamplingParams, n_drafts: int) -> None:
+    engines = opened(name)
     for one in recorded()[:6]:
         plain, _ = run(engines, one.prompt, 0, 128, params)
         text, stats = run(engines, one.prompt, n_drafts, 128, params)

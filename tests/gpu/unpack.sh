@@ -13,7 +13,7 @@ if [ ! -e "$_site/.done" ]; then
   printf 'from tensorrt_rtx_bindings import *\nfrom tensorrt_rtx_bindings import __version__\n' >"$_site/tensorrt_rtx/__init__.py"
   python3 -m pip install -q --no-index --no-deps --no-compile --target "$_site" "$_from"/*.whl
   tar -C "$PREPARED" -xJf "$_from/prepared.tar.xz"
-  ln -sf "$PWD/tests/model/tiny-qwen35-mtp-Q4_K_M.gguf" "$PREPARED/trained/model.gguf"
+  for _folder in "$PREPARED"/trained*/; do ln -sf "$PWD/tests/model/tiny-qwen35-mtp-Q4_K_M.gguf" "$_folder/model.gguf"; done
   tar -C build/plugins -xJf "$_from/plugins.tar.xz"
   touch "$_site/.done"
 fi
