@@ -58,8 +58,11 @@ __global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_consta
         const int row = first_row + r;
         return (static_cast<int64_t>(split) * p.t + row / ratio) * p.heads + kv * ratio + row % ratio;
     };
-    block.for_each_output([&](int r, int c, float v) {
-        if (s.last[r] >= begin) part.out[index(r) * D + c] = v;
+    block.for_each_output([&](int r) {
+        float* to = s.last[r] >= begin ? part.out + index(r) * D : nullptr;
+        return [to](int c, float v) {
+            if (to) to[c] = v;
+        };
     });
     for (int r = threadIdx.x; r < 16 * MT; r += kATT_THREADS)
         if (s.last[r] >= begin) part.maximum[index(r)] = make_float2(s.max[r], s.sum[r]);
@@ -136,11 +139,14 @@ __global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_cons
     block.load_queries(first, position);
     __syncthreads();
     block.attend(0, end);
-    block.for_each_output([&](int r, int c, float v) {
+    block.for_each_output([&](int r) {
         const int row = first + r, t = row / ratio, h = kv * ratio + row % ratio;
-        if (row >= rows) return;
-        const float o = s.last[r] < 0 ? __uint_as_float(0x7fc00000u) : __fdiv_rn(v, s.sum[r]);
-        p.y[t * p.ld_y + h * D + c] = gated(o, __ldcg(p.query_gate + t * p.ld_query + (2 * h + 1) * D + c));
+        const float sum = s.last[r] < 0 ? __uint_as_float(0x7fc00000u) : s.sum[r];
+        const float* gate = p.query_gate + t * p.ld_query + (2 * h + 1) * D;
+        float* y = row < rows ? p.y + t * p.ld_y + h * D : nullptr;
+        return [=](int c, float v) {
+            if (y) y[c] = gated(__fdiv_rn(v, sum), __ldcg(gate + c));
+        };
     });
 }
 

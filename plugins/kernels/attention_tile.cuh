@@ -27,16 +27,19 @@ struct AttentionShared {
     int last[kROWS];  // last key position of the row, -1 for a row that is not there
 };
 
+template <int D>
+__device__ __forceinline__ void load_head(float (&v)[D / 32], const float* x, int lane) {
+#pragma unroll
+    for (int j = 0; j < D / 32; ++j) v[j] = __ldcg(x + lane + 32 * j);
+}
+
 // y = rope(rms_norm(x)) of one head by one warp; `row` is a [D] scratch in shared memory that holds y afterwards.
 template <int D>
-__device__ __forceinline__ void norm_rope_head(const float* x, const float* norm, float eps, const float* cos,
+__device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const float* norm, float eps, const float* cos,
                                                const float* sin, int pairs, float* row, int lane) {
-    float v[D / 32], squares = 0.0f;
+    float squares = 0.0f;
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
-        v[j] = __ldcg(x + lane + 32 * j);
-        squares = __fmaf_rn(v[j], v[j], squares);
-    }
+    for (int j = 0; j < D / 32; ++j) squares = __fmaf_rn(v[j], v[j], squares);
 #pragma unroll
     for (int d = 16; d; d >>= 1) squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, d));
     const float factor = __frsqrt_rn(__fmaf_rn(squares, 1.0f / D, eps));
@@ -56,15 +59,13 @@ template <int D, typename Rows = HalfRows<D>>
 __device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch,
                                            int lane) {
     const int pairs = p.rope_dim / 2;
-    norm_rope_head<D>(p.key + t * p.ld_kv + kv * D, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs,
-                      scratch, lane);
-    const int64_t at = (static_cast<int64_t>(position) * p.kv_heads + kv) * Rows::kBYTES;
+    const int64_t from = t * p.ld_kv + kv * D, at = (static_cast<int64_t>(position) * p.kv_heads + kv) * Rows::kBYTES;
     float key[D / 32], value[D / 32];
+    load_head<D>(key, p.key + from, lane);
+    load_head<D>(value, p.value + from, lane);
+    norm_rope_head<D>(key, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
-        key[j] = scratch[lane + 32 * j];
-        value[j] = __ldcg(p.value + t * p.ld_kv + kv * D + lane + 32 * j);
-    }
+    for (int j = 0; j < D / 32; ++j) key[j] = scratch[lane + 32 * j];
     Rows::store(static_cast<uint8_t*>(p.key_cache) + at, key, lane);
     Rows::store(static_cast<uint8_t*>(p.value_cache) + at, value, lane);
     __syncwarp();
@@ -85,21 +86,39 @@ struct AttentionBlock {
 
     // Query rows first_row.. of this kv head; a row that is not there is zero and its `last` is -1.
     __device__ __forceinline__ void load_queries(int first_row, int position) {
+        constexpr int kTOGETHER = 2;  // rows of a warp whose loads are under way at once
         const int ratio = p.heads / p.kv_heads, rows = p.t * ratio, pairs = p.rope_dim / 2;
         float* scratch = s.scratch[warp];
-        for (int r = warp; r < kROWS; r += kWARPS) {
-            const int row = first_row + r, t = row / ratio, h = kv * ratio + row % ratio;
-            const bool there = row < rows && position + t < p.capacity;
-            if (there)
-                norm_rope_head<D>(p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, p.q_norm, p.eps,
-                                  p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
+        for (int r0 = warp; r0 < kROWS; r0 += kTOGETHER * kWARPS) {
+            float x[kTOGETHER][D / 32];
+            const auto place = [&](int i, int* t) {
+                const int row = first_row + r0 + i * kWARPS, h = kv * ratio + row % ratio;
+                *t = row / ratio;
+                return row < rows && position + *t < p.capacity
+                           ? p.query_gate + *t * p.ld_query + static_cast<int64_t>(h) * 2 * D
+                           : nullptr;
+            };
 #pragma unroll
-            for (int e = lane; e < D; e += 32) s.q[r][Rows::query_place(e)] = __float2half_rn(there ? scratch[e] : 0.0f);
-            __syncwarp();
-            if (lane == 0) {
-                s.last[r] = there ? position + t : -1;
-                s.max[r] = -INFINITY;
-                s.sum[r] = 0.0f;
+            for (int i = 0; i < kTOGETHER; ++i) {
+                int t;
+                if (const float* from = place(i, &t)) load_head<D>(x[i], from, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < kTOGETHER; ++i) {
+                int t;
+                const int r = r0 + i * kWARPS;
+                const bool there = place(i, &t) != nullptr;
+                if (there)
+                    norm_rope_head<D>(x[i], p.q_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
+#pragma unroll
+                for (int e = lane; e < D; e += 32)
+                    s.q[r][Rows::query_place(e)] = __float2half_rn(there ? scratch[e] : 0.0f);
+                __syncwarp();
+                if (lane == 0) {
+                    s.last[r] = there ? position + t : -1;
+                    s.max[r] = -INFINITY;
+                    s.sum[r] = 0.0f;
+                }
             }
         }
 #pragma unroll
@@ -110,19 +129,20 @@ struct AttentionBlock {
                 for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
     }
 
+    // Start copying the rows key0 .. of a tile; rows at and beyond `end` become zeros.
     __device__ __forceinline__ void copy_tile(typename Rows::Tile& to, const void* cache, int key0, int end) {
-        constexpr int kPIECES = Rows::kVALUE_BYTES / 16;  // of a row; scales are one more
-        const auto copy = [&](int j, int at) {
-            const bool there = key0 + j < end;
-            const int64_t row = there ? key0 + j : 0;
-            cp_async_16(to[j] + at, static_cast<const uint8_t*>(cache) + (row * p.kv_heads + kv) * Rows::kBYTES + at,
-                        there);
-        };
-        if (key0 < end) {
+        constexpr int kPIECES = Rows::kVALUE_BYTES / 16;  // 16-byte pieces of a row; int8 scales are one more
+        constexpr int kSTEP = kATT_THREADS / kPIECES;     // rows that the block copies at once
+        const int stride = p.kv_heads * Rows::kBYTES, j0 = threadIdx.x / kPIECES, at = threadIdx.x % kPIECES * 16;
+        const uint8_t* tile = static_cast<const uint8_t*>(cache) + static_cast<int64_t>(key0) * stride + kv * Rows::kBYTES;
+        if (key0 < end && (kSTEP <= kKEYS || j0 < kKEYS)) {
 #pragma unroll
-            for (int i = threadIdx.x; i < kKEYS * kPIECES; i += kATT_THREADS) copy(i / kPIECES, i % kPIECES * 16);
-            if (Rows::kBYTES > Rows::kVALUE_BYTES && threadIdx.x < kKEYS) copy(threadIdx.x, Rows::kVALUE_BYTES);
+            for (int j = 0; j < kKEYS; j += kSTEP)
+                cp_async_16(to[j + j0] + at, tile + (j + j0) * stride + at, key0 + j + j0 < end);
         }
+        if (key0 < end && Rows::kBYTES > Rows::kVALUE_BYTES && threadIdx.x < kKEYS)
+            cp_async_16(to[threadIdx.x] + Rows::kVALUE_BYTES, tile + threadIdx.x * stride + Rows::kVALUE_BYTES,
+                        key0 + threadIdx.x < end);
         cp_async_commit();
     }
 
@@ -137,31 +157,34 @@ struct AttentionBlock {
                 s.scores[16 * m + 8 * (e >> 1) + (lane >> 2)][8 * warp + 2 * (lane & 3) + (e & 1)] = acc[m][e];
     }
 
-    // Weights of this tile and the running maximum and sum; 8 neighbouring threads share a row.
+    // Weights of this tile and the running maximum and sum; 8 or 16 neighbouring threads share a row. Either way a sum is
+    // made of the same parts: keys p, p+8, p+16, p+24 and keys p+32 ..
     __device__ __forceinline__ void softmax_tile(int key0) {
+        constexpr int kPARTS = MT == 1 ? 16 : 8, kMINE = kKEYS / kPARTS;
         const float scale = __fmul_rn(kLOG2E, rsqrtf(static_cast<float>(D)));
-        for (int r = threadIdx.x >> 3; r < kROWS; r += kATT_THREADS / 8) {
-            const int part = threadIdx.x & 7;
-            float v[kKEYS / 8], top = -INFINITY;
+        for (int r = threadIdx.x / kPARTS; r < kROWS; r += kATT_THREADS / kPARTS) {
+            const int part = threadIdx.x % kPARTS, first = (part & 7) + 8 * kMINE * (part >> 3);
+            float v[kMINE], top = -INFINITY;
 #pragma unroll
-            for (int j = 0; j < kKEYS / 8; ++j) {
-                const int key = part + 8 * j;
+            for (int j = 0; j < kMINE; ++j) {
+                const int key = first + 8 * j;
                 v[j] = key0 + key <= s.last[r] ? __fmul_rn(s.scores[r][key], scale) : -INFINITY;
                 top = fmaxf(top, v[j]);
             }
 #pragma unroll
-            for (int d = 1; d < 8; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+            for (int d = kPARTS / 2; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
             const float before = s.max[r], now = fmaxf(before, top);
             const float base = now == -INFINITY ? 0.0f : now;
-            float sum = 0.0f;
+            float sums[kMINE / 4] = {};
 #pragma unroll
-            for (int j = 0; j < kKEYS / 8; ++j) {
+            for (int j = 0; j < kMINE; ++j) {
                 const __half w = __float2half_rn(exp2f(__fsub_rn(v[j], base)));
-                s.weights[r][part + 8 * j] = w;
-                sum = __fadd_rn(sum, __half2float(w));
+                s.weights[r][first + 8 * j] = w;
+                sums[j / 4] = __fadd_rn(sums[j / 4], __half2float(w));
             }
+            float sum = kPARTS == 8 ? __fadd_rn(sums[0], sums[kMINE / 4 - 1]) : sums[0];
 #pragma unroll
-            for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+            for (int d = kPARTS / 2; d; d >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
             __syncwarp();
             if (part == 0) {
                 const float rescale = exp2f(__fsub_rn(before, base));
@@ -215,17 +238,20 @@ struct AttentionBlock {
         }
     }
 
-    // f(row, column, value) for every accumulator of this thread; column in 0..D-1.
+    // f(row)(column, value) for every accumulator of this thread; column in 0..D-1.
     template <typename F>
     __device__ __forceinline__ void for_each_output(F f) const {
         if (warp >= Rows::kVALUE_WARPS) return;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
-            for (int n = 0; n < kTILES; ++n)
+            for (int half = 0; half < 2; ++half) {
+                const auto put = f(16 * m + 8 * half + (lane >> 2));
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    f(16 * m + 8 * (e >> 1) + (lane >> 2), Rows::column(warp, n, lane, e), out[m][n][e]);
+                for (int n = 0; n < kTILES; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) put(Rows::column(warp, n, lane, e), out[m][n][2 * half + e]);
+            }
     }
 };
 
