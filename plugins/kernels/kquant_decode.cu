@@ -113,11 +113,11 @@ __device__ __forceinline__ void dot_tile(const DecodeParams& p, const uint8_t* s
         r8 += piece_at<TYPE>(p, m, tile.row + g + 8, c).skew;
         const uintptr_t both = reinterpret_cast<uintptr_t>(r0) | reinterpret_cast<uintptr_t>(r8);
         if (__all_sync(~0u, (both & 2) == 0))
-            dot_q6_k<NT, true>(r0, r8, x, y, q);
+            dot_q6_k<true>(r0, r8, x, y, q);
         else
-            dot_q6_k<NT, false>(r0, r8, x, y, q);
+            dot_q6_k<false>(r0, r8, x, y, q);
     } else {
-        dot_affine<TYPE, NT>(r0, r8, x, y, q);
+        dot_affine<TYPE>(r0, r8, x, y, q);
     }
 }
 

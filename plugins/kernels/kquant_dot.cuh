@@ -24,8 +24,8 @@ __device__ __forceinline__ float hi_lo(int hi, int lo) {
 __device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
 // Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory.
-template <int TYPE, int NT>
-__device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8, const TokenOperand<TYPE, NT>& x,
+template <int TYPE, int NT, int OPERAND>
+__device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8, const TokenOperand<OPERAND, NT>& x,
                                            float (&y)[NT][2], int q) {
     constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
     constexpr bool kFIFTH = TYPE == kNEXTN_Q5_K;
@@ -94,8 +94,8 @@ __device__ __forceinline__ uint32_t load_word_2(const uint8_t* p, uint32_t selec
 }
 
 // Q6_K.  r0, r8 are 2-byte aligned.  q is used unsigned; 32 * sum(sc * sum(a)) is taken off at the end.
-template <int NT, bool ALIGNED>
-__device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, const TokenOperand<kNEXTN_Q6_K, NT>& x,
+template <bool ALIGNED, int NT, int OPERAND>
+__device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, const TokenOperand<OPERAND, NT>& x,
                                          float (&y)[NT][2], int q) {
     const uint32_t p0 = reinterpret_cast<uintptr_t>(r0) & 2 ? 0x5432 : 0x3210;
     const uint32_t p8 = reinterpret_cast<uintptr_t>(r8) & 2 ? 0x5432 : 0x3210;
@@ -147,8 +147,8 @@ __device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, c
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         int top[4], low[4];
-        mma_s8_k16(top, own0, own8, x.sums[n].x);
-        mma_s8_k16(low, own0, own8, x.sums[n].y);
+        mma_s8_k16(top, own0, own8, x.six[n].x);
+        mma_s8_k16(low, own0, own8, x.six[n].y);
         const float f0 = hi_lo(acc[n][0] - 4096 * top[0] - 32 * top[1], acc[n][1] - 32 * low[1]);
         const float f8 = hi_lo(acc[n][2] - 4096 * top[2] - 32 * top[3], acc[n][3] - 32 * low[3]);
         y[n][0] = __fmaf_rn(x.scale[n], __fmul_rn(d0, f0), y[n][0]);

@@ -21,6 +21,8 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
                                      : static_cast<int64_t>(p.delta_net.v_heads) * p.delta_net.head_dim;
     w.input = rows(w.input_width);
     w.mixer = rows(w.mixer_width);
+    w.squares = rows(4 * p.delta_net.v_heads);
+    w.row_squares = rows(16);
     w.residual = rows(p.d);
     w.ffn = rows(p.gate.n);
     const NextnGatedDeltaNet& g = p.delta_net;
@@ -28,8 +30,8 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
                         ? nextn_attention_workspace(p.t, p.attention.heads, p.attention.head_dim)
                         : nextn_gated_delta_net_workspace(p.t, g.k_heads, g.v_heads, g.head_dim);
     w.mixer_work = take(w.mixer_bytes);
-    const int widest = max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n);
-    w.matmul_bytes = nextn_matmul_workspace(p.t, widest);
+    w.widest = max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n);
+    w.matmul_bytes = nextn_matmul_workspace(p.t, w.widest);
     w.matmul_work = take(w.matmul_bytes);
     return w;
 }
@@ -47,7 +49,7 @@ NextnMatmul product(const NextnLayer& p, const LayerWorkspace& w, const float* x
     m.norm_eps = p.eps;
     m.workspace = w.matmul_work;
     m.workspace_bytes = w.matmul_bytes;
-    m.flags = p.flags;
+    m.flags = p.flags & NEXTN_PDL;
     return m;
 }
 
@@ -62,29 +64,12 @@ cudaError_t run_inputs(const NextnLayer& p, const LayerWorkspace& w, cudaStream_
     return nextn_matmul(&m, stream);
 }
 
-cudaError_t run_mixer(const NextnLayer& p, const LayerWorkspace& w, cudaStream_t stream) {
-    const float* rows[NEXTN_MAX_MIXER_INPUTS + 1] = {w.input};
-    for (int i = 0; i < p.inputs; ++i) rows[i + 1] = rows[i] + p.input[i].n;
-    if (has_attention(p)) {
-        NextnAttention a = p.attention;
-        a.query_gate = rows[0];
-        a.key = rows[1];
-        a.value = rows[2];
-        a.ld_query = a.ld_kv = w.input_width;
-        a.eps = p.eps;
-        a.y = w.mixer;
-        a.ld_y = w.mixer_width;
-        a.t = p.t;
-        a.workspace = w.mixer_work;
-        a.workspace_bytes = w.mixer_bytes;
-        a.flags = p.flags;
-        return nextn_attention(&a, stream);
-    }
+NextnGatedDeltaNet delta_net(const NextnLayer& p, const LayerWorkspace& w) {
     NextnGatedDeltaNet g = p.delta_net;
-    g.qkv = rows[0];
-    g.z = rows[1];
-    g.alpha = rows[2];
-    g.beta = rows[3];
+    g.qkv = w.input;
+    g.z = g.qkv + p.input[0].n;
+    g.alpha = g.z + p.input[1].n;
+    g.beta = g.alpha + p.input[2].n;
     g.ld_qkv = g.ld_z = g.ld_gate = w.input_width;
     g.eps = p.eps;
     g.y = w.mixer;
@@ -92,7 +77,27 @@ cudaError_t run_mixer(const NextnLayer& p, const LayerWorkspace& w, cudaStream_t
     g.t = p.t;
     g.workspace = w.mixer_work;
     g.workspace_bytes = w.mixer_bytes;
-    g.flags = p.flags;
+    g.flags = p.flags & NEXTN_PDL;
+    return g;
+}
+
+cudaError_t run_mixer(const NextnLayer& p, const LayerWorkspace& w, cudaStream_t stream) {
+    if (has_attention(p)) {
+        NextnAttention a = p.attention;
+        a.query_gate = w.input;
+        a.key = a.query_gate + p.input[0].n;
+        a.value = a.key + p.input[1].n;
+        a.ld_query = a.ld_kv = w.input_width;
+        a.eps = p.eps;
+        a.y = w.mixer;
+        a.ld_y = w.mixer_width;
+        a.t = p.t;
+        a.workspace = w.mixer_work;
+        a.workspace_bytes = w.mixer_bytes;
+        a.flags = p.flags & NEXTN_PDL;
+        return nextn_attention(&a, stream);
+    }
+    const NextnGatedDeltaNet g = delta_net(p, w);
     return nextn_gated_delta_net(&g, stream);
 }
 
@@ -132,8 +137,15 @@ NEXTN_API cudaError_t nextn_layer(const NextnLayer* layer, cudaStream_t stream) 
     using namespace nextn;
     if (!layer || !valid(*layer)) return cudaErrorInvalidValue;
     const LayerWorkspace w = layer_workspace(layer->workspace, *layer);
-    cudaError_t e = run_inputs(*layer, w, stream);
-    if (e == cudaSuccess) e = run_mixer(*layer, w, stream);
-    if (e == cudaSuccess) e = run_output_and_ffn(*layer, w, stream);
-    return e;
+    DeviceLimits limits;
+    cudaError_t e = device_limits(&limits);
+    if (e != cudaSuccess) return e;
+    const LayerFusion fusion = layer_fusion(*layer, limits);
+    if (fusion != LayerFusion::kWHOLE) {
+        e = run_inputs(*layer, w, stream);
+        if (e == cudaSuccess) e = run_mixer(*layer, w, stream);
+    }
+    if (e != cudaSuccess) return e;
+    if (fusion == LayerFusion::kNONE) return run_output_and_ffn(*layer, w, stream);
+    return layer_decode(*layer, w, fusion, limits, delta_net(*layer, w), stream);
 }

@@ -30,10 +30,11 @@ typedef struct NextnLayer {
     uint32_t* sync;   // NEXTN_LAYER_SYNC_BYTES of this layer's own, zero before its first call and left to it after that
     void* workspace;  // nextn_layer_workspace bytes, 256-byte aligned, no contents kept
     size_t workspace_bytes;
-    int32_t flags;  // NEXTN_PDL
+    int32_t flags;  // NEXTN_PDL, NEXTN_LAYER_SEPARATE
 } NextnLayer;
 
 #define NEXTN_LAYER_SYNC_BYTES 256
+#define NEXTN_LAYER_SEPARATE 2  // single kernels only, for comparison
 
 // Reads t, d, matrices and geometry only: pointers may be null.
 NEXTN_API size_t nextn_layer_workspace(const NextnLayer* layer);

@@ -8,11 +8,20 @@ namespace nextn {
 // Where one call keeps its intermediate rows inside the workspace; floats [t, width].
 struct LayerWorkspace {
     float *input, *mixer, *residual, *ffn;  // after W_in, the mixer, the first residual add, SwiGLU
+    float *squares, *row_squares;           // persistent kernel: of the delta net's outputs, of a product's rows
     int64_t input_width, mixer_width;
+    int widest;
     void *mixer_work, *matmul_work;
     size_t mixer_bytes, matmul_bytes, bytes;
 };
 LayerWorkspace layer_workspace(void* base, const NextnLayer& layer);
+
+// What the persistent kernel takes of a layer. Does not depend on t within 1..8.
+enum class LayerFusion { kNONE, kAFTER_MIXER, kWHOLE };
+LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits);
+// `delta`: p.delta_net with rows and y set.
+cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerFusion fusion, const DeviceLimits& limits,
+                         const NextnGatedDeltaNet& delta, cudaStream_t stream);
 
 inline bool has_attention(const NextnLayer& p) { return p.attention.head_dim != 0; }
 

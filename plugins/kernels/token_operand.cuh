@@ -84,14 +84,18 @@ __device__ __forceinline__ float rms_factor(float squares, int k, float eps) {
     return __frsqrt_rn(__fmaf_rn(squares, 1.0f / k, eps));
 }
 
+// TYPE kANY_KQUANT: an operand against matrices of any type.
+constexpr int kANY_KQUANT = -1;
+
 template <int TYPE, int NT>
 struct TokenOperand {
-    uint32_t frag[NT][16];  // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
-    uint2 sums[NT];
-    float scale[NT];  // of token lane%4
+    static constexpr bool kSIX = TYPE == kNEXTN_Q6_K || TYPE == kANY_KQUANT, kAFFINE = TYPE != kNEXTN_Q6_K;
+
+    uint32_t frag[NT][16];      // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
+    uint2 sums[NT], six[NT];  // against the mins of Q4_K and Q5_K; against the scales of Q6_K
+    float scale[NT];            // of token lane%4
 
     __device__ __forceinline__ void load(const QuantizedRows& x, int superblock, int lane) {
-        const uint8_t* sum = TYPE == kNEXTN_Q6_K ? x.sum16 : x.sum32;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const int64_t slot = static_cast<int64_t>(superblock) * NT + n;
@@ -103,7 +107,8 @@ struct TokenOperand {
                 frag[n][4 * i + 2] = v.z;
                 frag[n][4 * i + 3] = v.w;
             }
-            sums[n] = __ldcg(reinterpret_cast<const uint2*>(sum + slot * 256) + lane);
+            if (kAFFINE) sums[n] = __ldcg(reinterpret_cast<const uint2*>(x.sum32 + slot * 256) + lane);
+            if (kSIX) six[n] = __ldcg(reinterpret_cast<const uint2*>(x.sum16 + slot * 256) + lane);
             scale[n] = __ldcg(x.scale + slot * kGroupTokens + (lane & 3));
         }
     }
@@ -141,53 +146,64 @@ struct TokenOperand {
                 sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
             }
             squares[n] = sum;
-            const QuantScale own = quant_scale(bits);
-            scale[n] = __shfl_sync(~0u, own.scale, 8 * q);
-            int sub[8];  // sums over 16 of this lane's half, four values of each so far
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const QuantWord w = quantize4(v[i], own.inverse);
-                const uint32_t other = __shfl_xor_sync(~0u, low ? w.hi : w.lo, 4);
-                frag[n][i] = low ? other : w.hi;      // steps 0-3
-                frag[n][8 + i] = low ? w.lo : other;  // steps 4-7
-                sub[i] = w.sum;
-            }
-            pack_sums(n, sub, q, low);
+            quantize_values(n, v, bits, lane);
         }
     }
 
-private:
-    __device__ __forceinline__ void pack_sums(int n, int (&sub)[8], int q, bool low) {
-        constexpr bool kSIX = TYPE == kNEXTN_Q6_K;
-        constexpr int kOWN = kSIX ? 8 : 4;
+    // Group n from the values that this lane has (see quantize); bits: of the largest |value| of its token.
+    __device__ __forceinline__ void quantize_values(int n, const float4 (&v)[8], uint32_t bits, int lane) {
+        const int q = lane & 3;
+        const bool low = lane & 4;
+        const QuantScale own = quant_scale(bits);
+        scale[n] = __shfl_sync(~0u, own.scale, 8 * q);
+        int sub[8];  // sums over 16 of this lane's half, four values of each so far
 #pragma unroll
-        for (int i = 0; i < kOWN; ++i) {
-            if (!kSIX) sub[i] = sub[2 * i] + sub[2 * i + 1];
+        for (int i = 0; i < 8; ++i) {
+            const QuantWord w = quantize4(v[i], own.inverse);
+            const uint32_t other = __shfl_xor_sync(~0u, low ? w.hi : w.lo, 4);
+            frag[n][i] = low ? other : w.hi;      // steps 0-3
+            frag[n][8 + i] = low ? w.lo : other;  // steps 4-7
+            sub[i] = w.sum;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
             sub[i] += __shfl_xor_sync(~0u, sub[i], 1);
             sub[i] += __shfl_xor_sync(~0u, sub[i], 2);
         }
         // this lane needs 4 sums: of the half that it or its partner (lane ^ 4) has
-        const bool upper = kSIX ? q & 2 : q & 1;
         int need[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int mine = kSIX && (q & 1) ? sub[4 % kOWN + i] : sub[i];
-            const int theirs = __shfl_xor_sync(~0u, mine, 4);
-            need[i] = upper == low ? mine : theirs;
-        }
         if constexpr (kSIX) {
-            OffsetDigits d[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) d[i] = offset_digits(need[i], low);
-            sums[n] = make_uint2(pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first),
-                                 pack_bytes(d[0].second, d[1].second, d[2].second, d[3].second));
-        } else {
-            MinDigit d[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) d[i] = min_digit(need[i], low);
-            const uint32_t rest = pack_bytes(d[0].rest, d[1].rest, d[2].rest, d[3].rest);
-            sums[n] = make_uint2(q < 2 ? pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first) : rest, rest);
+            for (int i = 0; i < 4; ++i) {
+                const int mine = q & 1 ? sub[4 + i] : sub[i], theirs = __shfl_xor_sync(~0u, mine, 4);
+                need[i] = static_cast<bool>(q & 2) == low ? mine : theirs;
+            }
+            six[n] = pack_six(need, low);
         }
+        if constexpr (kAFFINE) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int mine = sub[2 * i] + sub[2 * i + 1], theirs = __shfl_xor_sync(~0u, mine, 4);
+                need[i] = static_cast<bool>(q & 1) == low ? mine : theirs;
+            }
+            sums[n] = pack_affine(need, q, low);
+        }
+    }
+
+    // Operand words from the sums that a lane needs: over 16 values 4q .. 4q+3, or over 32 values 4*(q%2) ...
+    static __device__ __forceinline__ uint2 pack_six(const int (&need)[4], bool low) {
+        OffsetDigits d[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[i] = offset_digits(need[i], low);
+        return make_uint2(pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first),
+                          pack_bytes(d[0].second, d[1].second, d[2].second, d[3].second));
+    }
+    static __device__ __forceinline__ uint2 pack_affine(const int (&need)[4], int q, bool low) {
+        MinDigit d[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[i] = min_digit(need[i], low);
+        const uint32_t rest = pack_bytes(d[0].rest, d[1].rest, d[2].rest, d[3].rest);
+        return make_uint2(q < 2 ? pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first) : rest, rest);
     }
 };
 

@@ -88,6 +88,31 @@ class Attention(Structure):
     )
 
 
+class LayerMatrix(Structure):
+    _fields_ = (("weight", c_void_p), ("type", c_int32), ("n", c_int32))
+
+
+class DecoderLayer(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("t", c_int32),
+        ("d", c_int32),
+        ("eps", c_float),
+        ("mixer_norm", c_void_p),
+        ("ffn_norm", c_void_p),
+        ("input", LayerMatrix * 4),
+        ("inputs", c_int32),
+        *((name, LayerMatrix) for name in ("output", "gate", "up", "down")),
+        ("delta_net", GatedDeltaNet),
+        ("attention", Attention),
+        ("sync", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+        ("flags", c_int32),
+    )
+
+
 class Sampling(Structure):
     _fields_ = (("temperature", c_double), ("least_below", c_double), ("seed", c_uint64))
 
@@ -116,6 +141,9 @@ def kernels() -> ctypes.CDLL:
         *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_float),
         *(c_void_p, c_int64, c_int32, c_void_p),
     )
+    lib.nextn_layer_workspace.restype = c_size_t
+    lib.nextn_layer_workspace.argtypes = (POINTER(DecoderLayer),)
+    lib.nextn_layer.argtypes = (POINTER(DecoderLayer), c_void_p)
     lib.nextn_select_workspace.restype = c_size_t
     lib.nextn_select.argtypes = (
         *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),

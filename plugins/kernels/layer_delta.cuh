@@ -1,0 +1,199 @@
+// Conv + Gated DeltaNet inside the persistent layer kernel: a block has 32 value columns of one head.
+//
+// What does not depend on this layer's input (state, windows, taps) is requested before the grid barrier, which also
+// stands between reading a shared window and overwriting it. The output norm's 1/rms is left to the reader of y: y here
+// is o * norm weight * silu(z), with the sums of o^2 beside it.
+#pragma once
+#include "gated_delta_net.cuh"
+#include "layer_decode.cuh"
+
+namespace nextn {
+
+constexpr int kGDN_CHANNELS = 2 * kGDN_DIM + kGDN_COLUMNS;  // that a block convolves: q, k, its columns of v
+
+struct DeltaWindow {
+    float rows[kGDN_KERNEL - 1][kGDN_CHANNELS];
+};
+struct DeltaShared {
+    float q[NEXTN_MAX_DECODE_T][kGDN_DIM], k[NEXTN_MAX_DECODE_T][kGDN_DIM];
+    float v[NEXTN_MAX_DECODE_T][kGDN_COLUMNS], gate[NEXTN_MAX_DECODE_T][kGDN_COLUMNS], o[NEXTN_MAX_DECODE_T][kGDN_COLUMNS];
+    float2 partials[2][4][kGDN_COLUMNS];  // by parity of the token and quarter of the rows
+    Gates gates[NEXTN_MAX_DECODE_T];
+    float kq[NEXTN_MAX_DECODE_T];
+};
+
+// A warp has 32 rows of 8 columns of the state, a lane 8 rows of one: accesses are whole sectors, and a sum over the rows
+// is two shuffles and one exchange among the four warps of the same columns.
+template <int MAX_T>
+struct DeltaBlock {
+    static constexpr int kBEFORE = kGDN_KERNEL - 1, kROWS = 8;
+
+    const LayerParams& p;
+    const NextnGatedDeltaNet& g;
+    DeltaWindow& old;
+    DeltaShared& s;
+    int h, k_head, column0, slot, channel;  // channel: of this thread's conv, or -1
+    int quarter, group, row0, column;       // of the state
+    bool active;
+    float window[kBEFORE], state[kROWS];
+
+    __device__ __forceinline__ DeltaBlock(const LayerParams& params, DeltaWindow& before, DeltaShared& shared)
+        : p(params), g(params.delta), old(before), s(shared) {
+        const int unit = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        active = unit < g.v_heads * kGDN_PARTS;
+        h = unit / kGDN_PARTS;
+        column0 = unit % kGDN_PARTS * kGDN_COLUMNS;
+        k_head = h % g.k_heads;
+        quarter = warp & 3;
+        group = warp >> 2;
+        row0 = 32 * quarter + kROWS * (lane >> 3);
+        column = 8 * group + (lane & 7);
+        const int i = threadIdx.x;
+        channel = !active || i >= kGDN_CHANNELS ? -1
+                  : i < kGDN_DIM                ? k_head * kGDN_DIM + i
+                  : i < 2 * kGDN_DIM            ? (g.k_heads + k_head) * kGDN_DIM + i - kGDN_DIM
+                                                : (2 * g.k_heads + h) * kGDN_DIM + column0 + i - 2 * kGDN_DIM;
+    }
+    __device__ __forceinline__ int64_t channels() const {
+        return (2 * g.k_heads + g.v_heads) * static_cast<int64_t>(kGDN_DIM);
+    }
+    __device__ __forceinline__ float* state_at(int to) const {
+        return g.state_pool + ((static_cast<int64_t>(to) * g.v_heads + h) * kGDN_DIM + row0) * kGDN_DIM + column0 + column;
+    }
+
+    // Old windows: other blocks overwrite them after the next grid barrier.
+    __device__ __forceinline__ void request_window() {
+        slot = active ? __ldcg(g.slot) : -1;
+        if (channel < 0) return;
+        const int64_t from = static_cast<int64_t>(max(slot, 0)) * kBEFORE;
+#pragma unroll
+        for (int j = 0; j < kBEFORE; ++j) window[j] = __ldcg(g.conv_pool + (from + j) * channels() + channel);
+    }
+    __device__ __forceinline__ void keep_window() {
+        if (channel < 0) return;
+#pragma unroll
+        for (int j = 0; j < kBEFORE; ++j) old.rows[j][threadIdx.x] = slot < 0 ? 0.0f : window[j];
+    }
+    __device__ __forceinline__ void request_state() {
+        if (!active) return;
+        const float* from = state_at(max(slot, 0));
+#pragma unroll
+        for (int i = 0; i < kROWS; ++i) state[i] = __ldcg(from + i * kGDN_DIM);
+    }
+
+    // Conv of this thread's channel for all tokens, and the windows after each of them.
+    __device__ __forceinline__ void conv() {
+        const int i = threadIdx.x;
+        const float4 w = __ldg(reinterpret_cast<const float4*>(g.conv_weight) + channel);
+        const float taps[kGDN_KERNEL] = {w.x, w.y, w.z, w.w};
+        float row[kBEFORE + MAX_T];
+#pragma unroll
+        for (int t = 0; t < MAX_T; ++t) row[kBEFORE + t] = t < p.t ? __ldcg(g.qkv + t * g.ld_qkv + channel) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kBEFORE; ++j) row[j] = old.rows[j][i];
+        // q and k belong to all value heads of a key head: the first one keeps their windows
+        const bool keeps = i >= 2 * kGDN_DIM || (h < g.k_heads && column0 == 0);
+        float* to = i < kGDN_DIM ? &s.q[0][i] : i < 2 * kGDN_DIM ? &s.k[0][i - kGDN_DIM] : &s.v[0][i - 2 * kGDN_DIM];
+        const int stride = i < 2 * kGDN_DIM ? kGDN_DIM : kGDN_COLUMNS;
+#pragma unroll
+        for (int t = 0; t < MAX_T; ++t) {
+            if (t >= p.t) break;
+            float v = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kGDN_KERNEL; ++j) v = __fmaf_rn(taps[j], row[t + j], v);
+            to[t * stride] = silu(v);
+            const int at = p.t <= g.slots ? t : t == p.t - 1 ? 0 : -1;
+            if (keeps && at >= 0)
+#pragma unroll
+                for (int j = 0; j < kBEFORE; ++j)
+                    __stcg(g.conv_pool + (static_cast<int64_t>(at) * kBEFORE + j) * channels() + channel, row[t + 1 + j]);
+        }
+    }
+
+    // One warp a token: unit norms of q and k, and their product.
+    __device__ __forceinline__ void normalise(int t, int lane) {
+        float q[kGDN_DIM / 32], k[kGDN_DIM / 32], dot = 0.0f;
+#pragma unroll
+        for (int e = 0; e < kGDN_DIM / 32; ++e) {
+            q[e] = s.q[t][lane + 32 * e];
+            k[e] = s.k[t][lane + 32 * e];
+        }
+        unit_norm(q, p.eps, true);
+        unit_norm(k, p.eps, false);
+#pragma unroll
+        for (int e = 0; e < kGDN_DIM / 32; ++e) {
+            s.q[t][lane + 32 * e] = q[e];
+            s.k[t][lane + 32 * e] = k[e];
+            dot = __fmaf_rn(k[e], q[e], dot);
+        }
+        dot = warp_sum(dot);
+        if (lane == 0) s.kq[t] = dot;
+    }
+
+    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q): both sums use the old state.
+    __device__ __forceinline__ void step(int t, int lane) {
+        float k[kROWS], q[kROWS], sk = 0.0f, sq = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kROWS; i += 4) {
+            *reinterpret_cast<float4*>(k + i) = *reinterpret_cast<const float4*>(&s.k[t][row0 + i]);
+            *reinterpret_cast<float4*>(q + i) = *reinterpret_cast<const float4*>(&s.q[t][row0 + i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kROWS; ++i) {
+            sk = __fmaf_rn(state[i], k[i], sk);
+            sq = __fmaf_rn(state[i], q[i], sq);
+        }
+#pragma unroll
+        for (int d = 8; d < 32; d <<= 1) {
+            sk = __fadd_rn(sk, __shfl_xor_sync(~0u, sk, d));
+            sq = __fadd_rn(sq, __shfl_xor_sync(~0u, sq, d));
+        }
+        const Gates gate = s.gates[t];
+        if (lane < 8) s.partials[t & 1][quarter][column] = make_float2(sk, sq);
+        asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");  // two buffers: one barrier a token is enough
+        float k_sum = 0.0f, q_sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const float2 f = s.partials[t & 1][r][column];
+            k_sum = __fadd_rn(k_sum, f.x);
+            q_sum = __fadd_rn(q_sum, f.y);
+        }
+        const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, s.v[t][column]));
+#pragma unroll
+        for (int i = 0; i < kROWS; ++i) state[i] = __fmaf_rn(k[i], u, __fmul_rn(gate.decay, state[i]));
+        if (quarter == 0 && lane < 8) s.o[t][column] = __fmaf_rn(u, s.kq[t], __fmul_rn(gate.decay, q_sum));
+        const int to = p.t <= g.slots ? t : t == p.t - 1 ? 0 : -1;
+        if (to < 0) return;
+        float* pool = state_at(to);
+#pragma unroll
+        for (int i = 0; i < kROWS; ++i) pool[i * kGDN_DIM] = state[i];
+    }
+
+    __device__ __forceinline__ void run(int warp, int lane) {
+        if (!active) return;  // the whole block
+        if (channel >= 0) conv();
+        if (warp == kWARPS - 1 && lane < p.t)
+            s.gates[lane] = gates_of(g, __ldcg(g.alpha + lane * g.ld_gate + h), __ldcg(g.beta + lane * g.ld_gate + h), h);
+        const int i = threadIdx.x - 320;  // warps that convolve nothing
+        if (i >= 0 && i < 128)
+            for (int j = i; j < p.t * kGDN_COLUMNS; j += 128) {
+                const int t = j / kGDN_COLUMNS, c = j % kGDN_COLUMNS;
+                const float z = __ldcg(g.z + t * g.ld_z + h * kGDN_DIM + column0 + c);
+                s.gate[t][c] = __fmul_rn(__ldg(g.norm_weight + column0 + c), silu(z));
+            }
+        if (slot < 0)
+#pragma unroll
+            for (int j = 0; j < kROWS; ++j) state[j] = 0.0f;
+        consumers_sync();
+        if (warp < p.t) normalise(warp, lane);
+        consumers_sync();
+        for (int t = 0; t < p.t; ++t) step(t, lane);
+        consumers_sync();
+        if (warp >= p.t) return;
+        const float o = s.o[warp][lane], sum = warp_sum(__fmul_rn(o, o));
+        g.y[warp * g.ld_y + h * kGDN_DIM + column0 + lane] = __fmul_rn(o, s.gate[warp][lane]);
+        if (lane == 0) p.squares[(warp * g.v_heads + h) * kGDN_PARTS + column0 / kGDN_COLUMNS] = sum;
+    }
+};
+
+}  // namespace nextn

@@ -1,0 +1,55 @@
+"""Times of whole decoder layers: `python -m tests.bench.layers`.   Microseconds a layer, 9B geometry.
+
+A CUDA graph of layers one after the other, weights rotating over at least 1 GB."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import numpy as np
+
+from tests.bench.kernels import graph_time
+from tests.kernels import library as lib
+from tests.kernels.decoder_layer import PDL, POSITION, SEPARATE, RandomLayer
+from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
+
+LAYERS, REPEATS = 8, 3
+
+
+def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
+    shape = layers[0].shape
+    rng = np.random.default_rng(0)
+    rows = [lib.put(rng.standard_normal((t, shape.d)).astype(np.float32)) for _ in range(2)]
+    start = 0 if shape.net is not None else POSITION
+    calls = [layer.arguments(*(rows if i % 2 == 0 else rows[::-1]), start, flags) for i, layer in enumerate(layers)]
+    work = lib.DeviceArray(lib.kernels().nextn_layer_workspace(ctypes.byref(calls[0])), np.uint8)
+    for call in calls:
+        call.workspace, call.workspace_bytes = work.ptr, work.bytes
+
+    def launch(i: int, stream: int) -> None:
+        assert lib.kernels().nextn_layer(ctypes.byref(calls[i % LAYERS]), ctypes.c_void_p(stream)) == 0
+
+    return graph_time(launch, REPEATS * LAYERS)
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    for name, shape in (
+        ("GDN, all Q4_K", NINE_B),
+        ("GDN, qkv and down Q6_K", NINE_B.with_types("Q6_K", *TYPES["q4"][1:6], "Q6_K")),
+        ("attention, v and down Q6_K", ATTENTION.with_types("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K")),
+    ):
+        layers = [RandomLayer(rng, shape, repeat=2) for _ in range(LAYERS)]
+        if shape.net is not None:
+            for layer in layers:  # state that is there
+                layer.run(rng.standard_normal((1, shape.d)).astype(np.float32), -1)
+        floor = layers[0].nbytes / 4.5e6
+        for t in (1, 2, 3, 4, 5, 8):
+            fused, single = (layer_time(layers, t, flags) for flags in (PDL, PDL | SEPARATE))
+            print(f"{name}: T={t} {fused:6.2f} us, single kernels {single:6.2f}, weights at 4.5 TB/s {floor:.2f}")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""One decoder layer as one call: against float64, independence of T, and the persistent kernel against single ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.kernels.decoder_layer import PDL, POSITION, SEPARATE, RandomLayer, Shape
+from tests.kernels.test_gated_delta_net import Shape as NetShape
+
+pytestmark = pytest.mark.gpu
+
+F32 = NDArray[np.float32]
+ERROR = 1e-3  # of single matrices: 3e-4
+SMALL = Shape(2048, 5120, NetShape(8, 16, 128))  # the persistent kernel's smallest
+NINE_B = Shape(4096, 12288, NetShape(16, 32, 128))
+ATTENTION = Shape(4096, 12288, None)
+TYPES = {
+    "q4": ("Q4_K",) * 7,
+    "mixed": ("Q6_K", "Q4_K", "Q4_K", "Q5_K", "Q4_K", "Q5_K", "Q6_K"),
+    "six": ("Q6_K",) * 7,
+    "float gates": ("Q4_K", "Q4_K", "F32", "F32", "Q4_K", "Q4_K", "Q6_K"),
+    "float rows": ("BF16", "BF16", "F32", "F32", "F16", "Q8_0", "Q8_0"),
+    "tiny": ("Q4_K",) * 7,
+}
+
+
+def shape_of(kind: str) -> Shape:
+    return (Shape(512, 1024, NetShape(2, 4, 64)) if kind == "tiny" else SMALL).with_types(*TYPES[kind])
+
+
+def inputs(rng: np.random.Generator, t: int, d: int) -> F32:
+    return rng.standard_normal((t, d)).astype(np.float32)
+
+
+def relative(got: F32, want: NDArray[np.floating]) -> float:
+    assert np.isfinite(got).all()
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("t", [1, 3, 6, 40])
+def test_matches_float64(rng: np.random.Generator, kind: str, t: int) -> None:
+    layer = RandomLayer(rng, shape_of(kind))
+    x = inputs(rng, t, layer.shape.d)
+    want = layer.reference(x)
+    assert relative(layer.run(x, -1), want) < ERROR
+    assert relative(layer.run(x, -1, PDL | SEPARATE), want) < ERROR
+
+
+@pytest.mark.parametrize("shape", [SMALL, SMALL.with_types(*TYPES["mixed"]), NINE_B, ATTENTION], ids=str)
+def test_does_not_depend_on_t(rng: np.random.Generator, shape: Shape) -> None:
+    """Output and all state of T tokens at once equal those of one at a time."""
+    layer = RandomLayer(rng, shape, repeat=2)
+    for t in range(2, 9):
+        x = inputs(rng, t, shape.d)
+        start = -1 if shape.net is not None else POSITION
+        whole = layer.run(x, start)
+        state = _state(layer)
+        for i in range(t):
+            begin = start if i == 0 else (0 if shape.net is not None else POSITION + i)
+            one = layer.run(x[i : i + 1], begin)
+            assert np.array_equal(one[0], whole[i]), (t, i)
+            if shape.net is not None and t <= shape.net.slots:
+                for now, after in zip(_state(layer), state, strict=True):
+                    assert np.array_equal(now[0], after[i]), (t, i)
+        if shape.net is None:
+            for now, after in zip(_state(layer), state, strict=True):
+                assert np.array_equal(now, after, equal_nan=True)
+
+
+def _state(layer: RandomLayer) -> list[NDArray[np.generic]]:
+    if layer.shape.net is None:
+        return list(layer.attention.cached())
+    return [pool.copy() for pool in layer.net.pools()]
+
+
+@pytest.mark.parametrize("shape", [NINE_B.with_types(*TYPES["mixed"]), ATTENTION], ids=str)
+@pytest.mark.parametrize("t", [1, 4, 7])
+def test_persistent_and_single_kernels_agree(rng: np.random.Generator, shape: Shape, t: int) -> None:
+    layer = RandomLayer(rng, shape, repeat=2)
+    x, start = inputs(rng, t, shape.d), -1 if shape.net is not None else POSITION
+    fused, again = layer.run(x, start), layer.run(x, start)
+    assert np.array_equal(fused, again)
+    assert relative(fused, layer.run(x, start, PDL | SEPARATE)) < 1e-4
+
+
+def test_many_launches_in_a_row_give_the_same_bits(rng: np.random.Generator) -> None:
+    """Barriers leave nothing behind, and launches that overlap do not disturb each other."""
+    layer = RandomLayer(rng, SMALL)
+    for t in (1, 4, 8):
+        x = inputs(rng, t, SMALL.d)
+        want = layer.run(x, -1, flags=0)
+        for _ in range(25):
+            assert np.array_equal(layer.run(x, -1), want)
+
+
+def test_nan_reaches_the_output(rng: np.random.Generator) -> None:
+    layer = RandomLayer(rng, SMALL)
+    x = inputs(rng, 3, SMALL.d)
+    x[1, 5] = np.nan
+    y = layer.run(x, -1)
+    assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
