@@ -20,11 +20,10 @@ __device__ __forceinline__ void take_registers() {
 
 constexpr int kMAX_SUPERS = kWARPS, kMAX_DOWN_CHUNKS = 4;
 
-// partial: [buffer][warp][tile][group][row half][lane]; 2 floats more a warp, so that the four threads of an output read
-// different banks
+// partial: [buffer][warp][tile][group][row half][lane]
 constexpr int kTILE_FLOATS = 64;
 template <int NT>
-constexpr int kWARP_FLOATS = kPAIR * NT * kTILE_FLOATS + 2;
+constexpr int kWARP_FLOATS = kPAIR * NT * kTILE_FLOATS;
 
 // One per kernel: `scratch` holds TokenSlots (one token) or a DeltaShared.
 template <int NT>
@@ -32,7 +31,7 @@ struct LayerShared {
     float partial[2][kWARPS * kWARP_FLOATS<NT>];
     float squares[1][kWARPS], factor[NEXTN_MAX_DECODE_T];
     DeltaWindow window;
-    uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];
+    uint64_t full[kMAX_STAGES], empty[kMAX_STAGES], go;
 };
 
 template <bool ONE, int NT>
@@ -45,20 +44,22 @@ struct Consumer {
     const uint8_t* ring;
     int warp, lane;
     RingPosition at;
+    int buffer, turn;  // of partial; the warp that begins the next reduction
     Operand x;
 
     // The operand of this warp: one superblock of each chunk. Rows of several tokens are written before a grid barrier.
     // factor: valid after the next consumers_sync.
-    __device__ __forceinline__ void prepare(const Phase& f, const RowSource& from, GridBarrier& grid) {
+    __device__ __forceinline__ void prepare(const Phase& f, const RowSource& from, GridBarrier& grid, bool first) {
         if constexpr (ONE) {
             for (int sb = warp; sb < f.supers; sb += kWARPS) {
-                const float sum = quantize_slot(p, from, sb, slots[sb], lane);
+                const float sum = quantize_slot(p, from, sb, slots[sb], lane, first ? &s.go : nullptr);
                 if (lane == 0 && from.norm) s.squares[0][sb] = sum;
             }
-            __syncwarp();
+            if (first && warp >= f.supers && lane == 0) mbarrier_arrive(&s.go);
             consumers_sync();
         } else {
             quantize_shared<NT>(p, from, f.supers, warp, lane);
+            if (first && lane == 0) mbarrier_arrive(&s.go);
             grid.sync();
         }
         if (f.chunks == 1 && warp < f.supers) load_chunk(warp);
@@ -80,57 +81,52 @@ struct Consumer {
             x.load(p.shared, sb, lane);
     }
 
-    __device__ __forceinline__ void store(const Phase& f, const TileOf& tile, int row, int token, float v) {
-        const PhaseMatrix& m = f.matrix[tile.matrix];
-        const int n = tile.row + row;
-        if (token >= p.t || n >= m.n) return;
-        if (f.residual) v = __fadd_rn(__ldcg(f.residual + token * f.ldr + n), v);
-        m.y[token * m.ldy + n] = v;
-    }
-
-    // Sums over the warps of a pair (two tiles, or gate and up of one unit): four threads an output, four warps' partials
-    // each.
-    __device__ __forceinline__ float sum_of(const float* partial) {
-        float v = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kWARPS / 4; ++i) v = __fadd_rn(v, partial[i * kWARP_FLOATS<NT>]);
-        v = __fadd_rn(v, __shfl_xor_sync(~0u, v, 1));
-        return __fadd_rn(v, __shfl_xor_sync(~0u, v, 2));
-    }
-    __device__ __forceinline__ void reduce(const Phase& f, const float* partial, int u, int count) {
+    // Sums over the warps of a pair of tiles (or of gate and up), an output a thread. Warps take turns, so that none falls
+    // behind.
+    __device__ __forceinline__ void reduce(const Phase& f, const Segment& g, const float* partial, int u, int count) {
         constexpr int kTILE = kTILE_FLOATS * NT;
-        const int outputs = f.swiglu ? kTILE : count * kTILE, part = threadIdx.x & 3;
-        for (int e = threadIdx.x >> 2; e < outputs; e += kTHREADS / 4) {
-            const float* from = partial + part * (kWARPS / 4) * kWARP_FLOATS<NT> + e;
-            const int half = (e >> 5) & 1, token = (e >> 6) % NT * kGroupTokens + (e & 3), i = e / kTILE;
-            float sum = __fmul_rn(sum_of(from), s.factor[token]);
-            if (f.swiglu) {
-                const float up = __fmul_rn(sum_of(from + kTILE), s.factor[token]);
-                sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), up);
-            }
-            if (part == 0)
-                store(f, tile_of(f, u + i * static_cast<int>(gridDim.x), 0), ((e & 31) >> 2) + 8 * half, token, sum);
+        const int outputs = g.second ? kTILE : count * kTILE;
+        const int e = ((warp - turn) & (kWARPS - 1)) * 32 + lane;
+        turn += outputs / 32;
+        if (e >= outputs) return;
+        const int half = (e >> 5) & 1, token = (e >> 6) % NT * kGroupTokens + (e & 3);
+        const int n = (u + (e / kTILE) * static_cast<int>(gridDim.x)) * kTILE_ROWS + ((e & 31) >> 2) + 8 * half;
+        const int64_t at = token * f.ldy + n;
+        const bool stored = token < p.t && n < g.n;
+        const float residual = f.residual && stored ? __ldcg(f.residual + at) : 0.0f;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWARPS; ++w) sum = __fadd_rn(sum, partial[w * kWARP_FLOATS<NT> + e]);
+        sum = __fmul_rn(sum, s.factor[token]);
+        if (g.second) {
+            float up = 0.0f;
+#pragma unroll
+            for (int w = 0; w < kWARPS; ++w) up = __fadd_rn(up, partial[w * kWARP_FLOATS<NT> + kTILE + e]);
+            up = __fmul_rn(up, s.factor[token]);
+            sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), up);
         }
+        if (stored) g.y[at] = f.residual ? __fadd_rn(residual, sum) : sum;
     }
 
     // Tiles one after the other in one loop: a body for every pair, or every product, would not fit in the instruction
     // cache, and each is run but a few times.
-    __device__ __forceinline__ void multiply(const Phase& f) {
-        const int grid = gridDim.x, step = f.swiglu ? grid : kPAIR * grid;
-        int buffer = 0;
+    template <int TYPE>
+    __device__ __forceinline__ void multiply(const Phase& f, const Segment& g) {
+        const int grid = gridDim.x, step = g.second ? grid : kPAIR * grid;
+        const int stride = stage_row(TYPE, min(kWARPS, f.supers));
+        const uint8_t* own = ring + (lane >> 2) * stride + warp * super_bytes(TYPE);
 #pragma unroll 1
-        for (int u = blockIdx.x; u < f.units; u += step, buffer ^= 1) {
-            const int count = f.swiglu || u + grid < f.units ? 2 : 1;
+        for (int u = first_tile(g); u < g.tiles; u += step, buffer ^= 1) {
+            const int count = g.second || u + grid < g.tiles ? 2 : 1;
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                const TileOf tile = f.swiglu ? tile_of(f, u, i) : tile_of(f, u + i * grid, 0);
                 float y[NT][2] = {};
 #pragma unroll 1
                 for (int c = 0; c < f.chunks; ++c) {
                     const bool mine = c * kWARPS + warp < f.supers;
                     if (f.chunks > 1 && mine) load_chunk(c * kWARPS + warp);
                     mbarrier_wait(s.full + at.stage, at.phase);
-                    if (mine) dot_stage<NT>(f, ring + at.stage * p.stage_bytes, tile, c, warp, lane, x, y);
+                    if (mine) dot_super<TYPE, NT>(own + at.stage * p.stage_bytes, 8 * stride, warp & 1, x, y, lane & 3);
                     __syncwarp();
                     if (lane == 0) mbarrier_arrive(s.empty + at.stage);
                     at.next(p.stages);
@@ -144,7 +140,19 @@ struct Consumer {
             // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after
             // it has read this one's sums.
             consumers_sync();
-            reduce(f, s.partial[buffer], u, count);
+            reduce(f, g, s.partial[buffer], u, count);
+        }
+    }
+    __device__ __forceinline__ void multiply(const Phase& f) {
+#pragma unroll 1
+        for (int i = 0; i < f.segments; ++i) {
+            const Segment& g = f.segment[i];
+            if (g.type == kNEXTN_Q4_K)
+                multiply<kNEXTN_Q4_K>(f, g);
+            else if (g.type == kNEXTN_Q5_K)
+                multiply<kNEXTN_Q5_K>(f, g);
+            else
+                multiply<kNEXTN_Q6_K>(f, g);
         }
     }
 };
@@ -163,21 +171,27 @@ __device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s
     int issued = 0;
     for (int k = p.first; k < kPHASES; ++k) {
         const Phase& f = p.phase[k];
-        const int step = f.swiglu ? grid : kPAIR * grid;
-        for (int u = blockIdx.x; u < f.units; u += step)
-            for (int i = 0; i < kPAIR; ++i) {
-                if (!f.swiglu && u + i * grid >= f.units) break;
-                const TileOf tile = f.swiglu ? tile_of(f, u, i) : tile_of(f, u + i * grid, 0);
-                for (int c = 0; c < f.chunks; ++c) {
-                    if (issued++ >= kIN_FLIGHT) {
-                        mbarrier_wait(s.full + landed.stage, landed.phase);
-                        landed.next(p.stages);
+        const int wide = min(kWARPS, f.supers);
+        for (int i = 0; i < f.segments; ++i) {
+            const Segment& g = f.segment[i];
+            const int size = super_bytes(g.type), stride = stage_row(g.type, wide);
+            for (int u = first_tile(g); u < g.tiles; u += grid) {
+                const int64_t row = min(u * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
+                for (int part = 0; part < (g.second ? 2 : 1); ++part)
+                    for (int c = 0; c < f.chunks; ++c) {
+                        if (issued++ >= kIN_FLIGHT) {
+                            mbarrier_wait(s.full + landed.stage, landed.phase);
+                            landed.next(p.stages);
+                        }
+                        mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
+                        if (lane < kTILE_ROWS)
+                            produce_row((part ? g.second : g.weight) + row + c * kWARPS * size,
+                                        ring + at.stage * p.stage_bytes + lane * stride,
+                                        min(kWARPS, f.supers - c * kWARPS) * size, s.full + at.stage);
+                        at.next(p.stages);
                     }
-                    mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
-                    produce_tile(f, ring + at.stage * p.stage_bytes, s.full + at.stage, tile, c, lane);
-                    at.next(p.stages);
-                }
             }
+        }
     }
 }
 
@@ -201,12 +215,16 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
             mbarrier_init(s.full + i, kTILE_ROWS);
             mbarrier_init(s.empty + i, kWARPS);
         }
+        mbarrier_init(&s.go, kWARPS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (warp >= kWARPS) {
         give_registers();
-        if (warp == kWARPS) produce(p, s, ring, lane);
+        if (warp == kWARPS) {
+            mbarrier_wait(&s.go, 0);
+            produce(p, s, ring, lane);
+        }
         return;
     }
     take_registers();
@@ -214,13 +232,13 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
     wait_for_predecessor();
     trace(p, 1);
     GridBarrier grid(p.sync);
-    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane};
+    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, {}, 0, 0};
     DeltaBlock<ONE ? 1 : NT * kGroupTokens> delta(p, s.window, *reinterpret_cast<DeltaShared*>(scratch));
     const bool mixer = p.first == kINPUT;
     if (mixer) delta.request_window();
 #pragma unroll 1
     for (int k = p.first; k < kPHASES; ++k) {
-        c.prepare(p.phase[k], p.source[k], grid);
+        c.prepare(p.phase[k], p.source[k], grid, k == p.first);
         if (k == kINPUT) delta.keep_window();
         trace(p, 2 + 3 * k);
         c.multiply(p.phase[k]);
@@ -240,15 +258,18 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
 #endif
 }
 
-Phase phase_of(int k, const NextnLayerMatrix* const* matrices, int count, float* y, int64_t ldy) {
+Phase phase_of(int k, const NextnLayerMatrix* matrices, int count, float* y, int64_t ldy, int blocks) {
     Phase f = {};
     f.supers = k / kSUPER;
     f.chunks = ceil_div(f.supers, kWARPS);
-    f.matrices = count;
+    f.segments = count;
+    f.ldy = ldy;
+    int before = 0;
     for (int i = 0; i < count; ++i) {
-        const NextnLayerMatrix& m = *matrices[i];
-        f.matrix[i] = {static_cast<const uint8_t*>(m.weight), y, ldy, m.type, m.n, ceil_div(m.n, kTILE_ROWS)};
-        f.units += f.matrix[i].tiles;
+        const NextnLayerMatrix& m = matrices[i];
+        f.segment[i] = {static_cast<const uint8_t*>(m.weight), nullptr, y, m.type, m.n, ceil_div(m.n, kTILE_ROWS),
+                        before % blocks};
+        before += f.segment[i].tiles;
         y += m.n;
     }
     return f;
@@ -258,8 +279,8 @@ template <bool ONE, int NT>
 cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream_t stream) {
     int stage = 0;
     for (int k = p.first; k < kPHASES; ++k)
-        for (int i = 0; i < p.phase[k].matrices; ++i)
-            stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].matrix[i].type, min(kWARPS, p.phase[k].supers)));
+        for (int i = 0; i < p.phase[k].segments; ++i)
+            stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
     const size_t slots = ONE ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
     const size_t scratch = max(slots, p.first == kINPUT ? sizeof(DeltaShared) : 0);
     const size_t room = limits.smem_per_block - sizeof(LayerShared<NT>) - 1024 - round_up(scratch, 128);
@@ -275,7 +296,7 @@ cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream
 }
 
 bool takes(const NextnLayerMatrix& m, int k, int most) {
-    return is_kquant(m.type) && k % kSUPER == 0 && k / kSUPER <= most;
+    return k % kSUPER == 0 && ring_takes(m.type, k / kSUPER) && k / kSUPER <= most;
 }
 
 }  // namespace
@@ -298,17 +319,14 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerFusi
                          const NextnGatedDeltaNet& delta, cudaStream_t stream) {
     LayerParams q = {};
     q.first = fusion == LayerFusion::kWHOLE ? kINPUT : kOUTPUT;
-    const NextnLayerMatrix* in[NEXTN_MAX_MIXER_INPUTS] = {&p.input[0], &p.input[1], &p.input[2], &p.input[3]};
-    const NextnLayerMatrix *out[] = {&p.output}, *gate_up[] = {&p.gate, &p.up}, *down[] = {&p.down};
-    q.phase[kINPUT] = phase_of(p.d, in, p.inputs, w.input, w.input_width);
-    q.phase[kOUTPUT] = phase_of(static_cast<int>(w.mixer_width), out, 1, w.residual, p.d);
-    q.phase[kGATE_UP] = phase_of(p.d, gate_up, 2, w.ffn, p.gate.n);
-    q.phase[kDOWN] = phase_of(p.gate.n, down, 1, p.y, p.d);
+    const int mixer = static_cast<int>(w.mixer_width), blocks = limits.sm_count;
+    q.phase[kINPUT] = phase_of(p.d, p.input, p.inputs, w.input, w.input_width, blocks);
+    q.phase[kOUTPUT] = phase_of(mixer, &p.output, 1, w.residual, p.d, blocks);
+    q.phase[kGATE_UP] = phase_of(p.d, &p.gate, 1, w.ffn, p.gate.n, blocks);
+    q.phase[kDOWN] = phase_of(p.gate.n, &p.down, 1, p.y, p.d, blocks);
     q.phase[kOUTPUT].residual = p.x;
     q.phase[kDOWN].residual = w.residual;
-    q.phase[kOUTPUT].ldr = q.phase[kDOWN].ldr = p.d;
-    q.phase[kGATE_UP].swiglu = true;
-    q.phase[kGATE_UP].units /= 2;
+    q.phase[kGATE_UP].segment[0].second = static_cast<const uint8_t*>(p.up.weight);
     q.source[kINPUT] = {p.x, p.d, p.mixer_norm, nullptr};
     q.source[kOUTPUT] = {w.mixer, w.mixer_width, nullptr, q.first == kINPUT ? w.squares : nullptr};
     q.source[kGATE_UP] = {w.residual, p.d, p.ffn_norm, nullptr};

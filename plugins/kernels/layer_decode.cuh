@@ -123,10 +123,11 @@ __device__ __forceinline__ float load_values(const LayerParams& p, const RowSour
 
 // One token, to shared memory. Returns load_values' sum.
 __device__ __forceinline__ float quantize_slot(const LayerParams& p, const RowSource& s, int superblock, TokenSlot& slot,
-                                               int lane) {
+                                               int lane, uint64_t* loaded) {
     const int sub = lane >> 2, q = lane & 3;
     float4 v[2];
     const float sum = load_values(p, s, 0, superblock, lane, v);
+    if (loaded && lane == 0) mbarrier_arrive(loaded);
     const QuantScale scale = quant_scale(__reduce_max_sync(~0u, max_bits(max_bits(0, v[0]), v[1])));
     const QuantWord w[2] = {quantize4(v[0], scale.inverse), quantize4(v[1], scale.inverse)};
     slot.frag[0][sub >> 1][q][sub & 1] = make_uint2(w[0].hi, w[1].hi);
@@ -140,14 +141,16 @@ __device__ __forceinline__ float quantize_slot(const LayerParams& p, const RowSo
     if (q == 0) *reinterpret_cast<int2*>(&slot.sum16[2 * sub]) = make_int2(total[0], total[1]);
     if (lane == 0) slot.scale = scale.scale;
     __syncwarp();
-    if (lane < 8) {
-        using Operand = TokenOperand<kANY_KQUANT, 1>;
-        const int4 own = *reinterpret_cast<const int4*>(&slot.sum16[4 * q]);
-        const int4 a = *reinterpret_cast<const int4*>(&slot.sum16[8 * (q & 1)]);
-        const int4 b = *reinterpret_cast<const int4*>(&slot.sum16[8 * (q & 1) + 4]);
-        slot.six[sub][q] = Operand::pack_six({own.x, own.y, own.z, own.w}, sub);
-        slot.sums[sub][q] = Operand::pack_affine({a.x + a.y, a.z + a.w, b.x + b.y, b.z + b.w}, q, sub);
-    }
+    // a lane has one digit of each kind: column hi or low, q and byte of the operand
+    const int low = lane >> 4, to = (lane >> 2) & 3, byte = lane & 3, at = 2 * (4 * (to & 1) + byte);
+    const OffsetDigits six = offset_digits(slot.sum16[4 * to + byte], low);
+    const MinDigit digit = min_digit(slot.sum16[at] + slot.sum16[at + 1], low);
+    auto* word = reinterpret_cast<int8_t*>(&slot.six[low][to]) + byte;
+    word[0] = static_cast<int8_t>(six.first);
+    word[4] = static_cast<int8_t>(six.second);
+    word = reinterpret_cast<int8_t*>(&slot.sums[low][to]) + byte;
+    word[0] = static_cast<int8_t>(to < 2 ? digit.first : digit.rest);
+    word[4] = static_cast<int8_t>(digit.rest);
     return sum;
 }
 

@@ -14,14 +14,15 @@ constexpr float kQUANT_RANGE = 16256.0f;  // 128 * 127: hi and lo both fit in in
 __device__ __forceinline__ int round_to_int(float x) { return __float_as_int(__fadd_rn(x, 12582912.0f)) - 0x4b400000; }
 
 // Scale and its inverse for a superblock whose largest |x| has these bits.  Below 1e-30 all counts as zero (the inverse
-// would overflow); NaN and infinity give a NaN scale, so that they reach the output.
+// would overflow); NaN and anything from 2^126 up, where the quick division ends, give a NaN scale, so that they reach the
+// output.
 struct QuantScale {
     float scale, inverse;
 };
 __device__ __forceinline__ QuantScale quant_scale(uint32_t max_bits) {
     const float amax = __uint_as_float(max_bits);
-    return {max_bits >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : __fdiv_rn(amax, kQUANT_RANGE),
-            amax > 1e-30f ? __fdiv_rn(kQUANT_RANGE, amax) : 0.0f};
+    return {max_bits >= 0x7e800000u ? __uint_as_float(0x7fc00000u) : __fmul_rn(amax, 1.0f / kQUANT_RANGE),
+            amax > 1e-30f ? __fdividef(kQUANT_RANGE, amax) : 0.0f};
 }
 
 // Four values as hi bytes and lo bytes, and their sum.

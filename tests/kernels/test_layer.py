@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 F32 = NDArray[np.float32]
 ERROR = 1e-3  # of single matrices: 3e-4
-SMALL = Shape(2048, 5120, NetShape(8, 16, 128))  # the persistent kernel's smallest
+SMALL = Shape(2048, 6144, NetShape(8, 16, 128))  # the persistent kernel's smallest
 NINE_B = Shape(4096, 12288, NetShape(16, 32, 128))
 ATTENTION = Shape(4096, 12288, None)
 TYPES = {
