@@ -141,11 +141,12 @@ NEXTN_API cudaError_t nextn_layer(const NextnLayer* layer, cudaStream_t stream) 
     cudaError_t e = device_limits(&limits);
     if (e != cudaSuccess) return e;
     const LayerFusion fusion = layer_fusion(*layer, limits);
-    if (fusion != LayerFusion::kWHOLE) {
-        e = run_inputs(*layer, w, stream);
-        if (e == cudaSuccess) e = run_mixer(*layer, w, stream);
-    }
+    const auto persistent = [&](LayerPart part) {
+        return layer_decode(*layer, w, part, limits, delta_net(*layer, w), stream);
+    };
+    if (fusion == LayerFusion::kWHOLE) return persistent(LayerPart::kWHOLE);
+    e = fusion == LayerFusion::kAROUND_MIXER ? persistent(LayerPart::kINPUT) : run_inputs(*layer, w, stream);
+    if (e == cudaSuccess) e = run_mixer(*layer, w, stream);
     if (e != cudaSuccess) return e;
-    if (fusion == LayerFusion::kNONE) return run_output_and_ffn(*layer, w, stream);
-    return layer_decode(*layer, w, fusion, limits, delta_net(*layer, w), stream);
+    return fusion == LayerFusion::kNONE ? run_output_and_ffn(*layer, w, stream) : persistent(LayerPart::kAFTER_MIXER);
 }

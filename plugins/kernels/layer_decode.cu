@@ -56,6 +56,12 @@ struct Consumer {
         for (int h = 0; h < 2; ++h) norm[h] = __ldg(reinterpret_cast<const float4*>(weight + 16 * h));
     }
 
+    __device__ __forceinline__ void prefetch_norm() {
+        const int line = blockIdx.x * 32 + lane;
+        if (warp == 0 && p.last >= kGATE_UP && line * 32 < p.phase[kGATE_UP].supers * kSUPER)
+            prefetch_l2(p.source[kGATE_UP].norm + line * 32);
+    }
+
     // The operand of a product with one superblock a warp. factor: valid after the next consumers_sync.
     __device__ __forceinline__ void prepare(const Phase& f, const RowSource& from, GridBarrier& grid) {
         const bool mine = warp < f.supers;
@@ -241,7 +247,7 @@ __device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s
     RingPosition at, landed;  // landed: kIN_FLIGHT stages behind
     const int grid = gridDim.x;
     int issued = 0;
-    for (int k = p.first; k < kPHASES; ++k) {
+    for (int k = p.first; k <= p.last; ++k) {
         const Phase& f = p.phase[k];
         const int wide = min(kWARPS, f.supers);
         for (int i = 0; i < f.segments; ++i) {
@@ -310,16 +316,17 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
     GridBarrier grid(p.sync);
     DeltaBlock<ONE ? 1 : NT * kGroupTokens> delta(p, s.window, *reinterpret_cast<DeltaShared*>(scratch));
 #pragma unroll 1
-    for (int k = p.first; k < kPHASES; ++k) {
+    for (int k = p.first; k <= p.last; ++k) {
         const Phase& f = p.phase[k];
         if (f.chunks == 1) c.prepare(f, p.source[k], grid);
         if (k == p.first && lane == 0) mbarrier_arrive(&s.go);
-        if (k == kINPUT) delta.request_window();
+        if (k == kINPUT && p.delta_net) delta.request_window();
+        if (k == p.first) c.prefetch_norm();
         trace(p, 2 + 3 * k);
 #pragma unroll 1
         for (int i = 0; i < f.segments; ++i) c.multiply_any(f, f.segment[i], grid);
         trace(p, 3 + 3 * k);
-        if (k == kDOWN) break;
+        if (k == p.last) break;
         if (k == kINPUT) delta.keep_window();
         grid.arrive(kMAIN);
         if (k == kINPUT) delta.request_state();
@@ -358,11 +365,11 @@ Phase phase_of(int k, const NextnLayerMatrix* matrices, int count, float* y, int
 template <bool ONE, int NT>
 cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream_t stream) {
     int stage = 0;
-    for (int k = p.first; k < kPHASES; ++k)
+    for (int k = p.first; k <= p.last; ++k)
         for (int i = 0; i < p.phase[k].segments; ++i)
             stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
     const size_t slots = ONE ? sizeof(TokenSlot) * kWARPS : 0;
-    const size_t scratch = max(slots, p.first == kINPUT ? sizeof(DeltaShared) : 0);
+    const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared) : 0);
     const size_t room = limits.smem_per_block - sizeof(LayerShared<NT>) - 1024 - round_up(scratch, 128);
     p.stage_bytes = static_cast<int>(round_up(stage, 128));
     p.stages = static_cast<int>(min(room / p.stage_bytes, static_cast<size_t>(kMAX_STAGES)));
@@ -390,16 +397,19 @@ LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits) {
         !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
         return LayerFusion::kNONE;
     const NextnGatedDeltaNet& g = p.delta_net;
-    bool whole = !has_attention(p) && g.head_dim == kGDN_DIM && g.conv_kernel == kGDN_KERNEL &&
-                 g.v_heads * kGDN_PARTS <= limits.sm_count;
-    for (int i = 0; i < p.inputs; ++i) whole = whole && takes(p.input[i], p.d, kMAX_SUPERS);
-    return whole ? LayerFusion::kWHOLE : LayerFusion::kAFTER_MIXER;
+    for (int i = 0; i < p.inputs; ++i)
+        if (!takes(p.input[i], p.d, kMAX_SUPERS)) return LayerFusion::kAFTER_MIXER;
+    const bool net = !has_attention(p) && g.head_dim == kGDN_DIM && g.conv_kernel == kGDN_KERNEL &&
+                     g.v_heads * kGDN_PARTS <= limits.sm_count;
+    return net ? LayerFusion::kWHOLE : LayerFusion::kAROUND_MIXER;
 }
 
-cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerFusion fusion, const DeviceLimits& limits,
+cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart part, const DeviceLimits& limits,
                          const NextnGatedDeltaNet& delta, cudaStream_t stream) {
     LayerParams q = {};
-    q.first = fusion == LayerFusion::kWHOLE ? kINPUT : kOUTPUT;
+    q.first = part == LayerPart::kAFTER_MIXER ? kOUTPUT : kINPUT;
+    q.last = part == LayerPart::kINPUT ? kINPUT : kDOWN;
+    q.delta_net = part == LayerPart::kWHOLE;
     const int mixer = static_cast<int>(w.mixer_width), blocks = limits.sm_count;
     q.phase[kINPUT] = phase_of(p.d, p.input, p.inputs, w.input, w.input_width, blocks);
     q.phase[kOUTPUT] = phase_of(mixer, &p.output, 1, w.residual, p.d, blocks);
@@ -409,7 +419,7 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerFusi
     q.phase[kDOWN].residual = w.residual;
     q.phase[kGATE_UP].segment[0].second = static_cast<const uint8_t*>(p.up.weight);
     q.source[kINPUT] = {p.x, p.d, p.mixer_norm, nullptr};
-    q.source[kOUTPUT] = {w.mixer, w.mixer_width, nullptr, q.first == kINPUT ? w.squares : nullptr};
+    q.source[kOUTPUT] = {w.mixer, w.mixer_width, nullptr, q.delta_net ? w.squares : nullptr};
     q.source[kGATE_UP] = {w.residual, p.d, p.ffn_norm, nullptr};
     q.source[kDOWN] = {w.ffn, p.gate.n, nullptr, nullptr};
     q.shared = matmul_workspace(w.matmul_work, p.t, w.widest).quantized;

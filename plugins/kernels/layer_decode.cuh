@@ -34,7 +34,8 @@ struct LayerParams {
     float* squares;
     uint32_t* sync;
     float eps;
-    int32_t t, first, stages, stage_bytes, heads;  // first: kINPUT, or kOUTPUT when the mixer has run
+    int32_t t, first, last, stages, stage_bytes, heads;  // first, last: of the phases to run
+    bool delta_net;                                      // run it after kINPUT
 };
 
 // One token's superblock in shared memory, quantised.
@@ -44,6 +45,10 @@ struct __align__(16) TokenSlot {
     int32_t sum16[16];
     float scale, padding[3];
 };
+
+// Loads return in order: one that waits for memory holds up everything behind it, a barrier's word too. So what will be
+// needed later is brought to L2 first.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kTHREADS) : "memory"); }
 
@@ -57,7 +62,7 @@ struct GridBarrier {
     __device__ __forceinline__ explicit GridBarrier(uint32_t* sync) : words(sync) {
         if (threadIdx.x) return;
 #pragma unroll
-        for (int i = 0; i < kROWS_QUANTIZED + 4; ++i) bits |= (load(i) >> 31) << i;
+        for (int i = 0; i < kROWS_QUANTIZED + 4; ++i) bits |= (__ldcg(words + kWORD_STRIDE * i) >> 31) << i;
     }
     __device__ __forceinline__ uint32_t load(int word) const {
         uint32_t v;

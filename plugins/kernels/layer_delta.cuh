@@ -68,6 +68,10 @@ struct DeltaBlock {
         const int64_t from = static_cast<int64_t>(max(slot, 0)) * kBEFORE;
 #pragma unroll
         for (int j = 0; j < kBEFORE; ++j) window[j] = __ldcg(g.conv_pool + (from + j) * channels() + channel);
+        prefetch_l2(g.conv_weight + static_cast<int64_t>(channel) * kGDN_KERNEL);
+        if (slot >= 0 && threadIdx.x < kGDN_DIM)
+            prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + threadIdx.x) * kGDN_DIM +
+                        column0);
     }
     __device__ __forceinline__ void keep_window() {
         if (channel < 0) return;

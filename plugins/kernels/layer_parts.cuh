@@ -17,10 +17,11 @@ struct LayerWorkspace {
 LayerWorkspace layer_workspace(void* base, const NextnLayer& layer);
 
 // What the persistent kernel takes of a layer. Does not depend on t within 1..8.
-enum class LayerFusion { kNONE, kAFTER_MIXER, kWHOLE };
+enum class LayerFusion { kNONE, kAFTER_MIXER, kAROUND_MIXER, kWHOLE };
 LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits);
+enum class LayerPart { kINPUT, kAFTER_MIXER, kWHOLE };
 // `delta`: p.delta_net with rows and y set.
-cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerFusion fusion, const DeviceLimits& limits,
+cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart part, const DeviceLimits& limits,
                          const NextnGatedDeltaNet& delta, cudaStream_t stream);
 
 inline bool has_attention(const NextnLayer& p) { return p.attention.head_dim != 0; }
