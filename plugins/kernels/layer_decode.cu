@@ -40,41 +40,37 @@ struct Consumer {
 
     const LayerParams& p;
     LayerShared<NT>& s;
-    TokenSlot* slots;  // one a warp
+    TokenSlot* slots;
     const uint8_t* ring;
     int warp, lane;
     RingPosition at;
     int buffer, turn;  // of partial; the warp that begins the next reduction
     Operand x;
-    float4 norm[2];  // weights of the next product's norm, for the values that this lane will quantise
 
-    __device__ __forceinline__ void request_norm(const Phase& f, const RowSource& from) {
-        const int task = ONE ? warp : shared_task(warp);
-        if (!from.norm || task >= f.supers * p.t) return;
-        const float* weight = from.norm + value_of_lane(task % f.supers, lane);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) norm[h] = __ldg(reinterpret_cast<const float4*>(weight + 16 * h));
-    }
-
-    __device__ __forceinline__ void prefetch_norm() {
-        const int line = blockIdx.x * 32 + lane;
-        if (warp == 0 && p.last >= kGATE_UP && line * 32 < p.phase[kGATE_UP].supers * kSUPER)
-            prefetch_l2(p.source[kGATE_UP].norm + line * 32);
-    }
-
-    // The operand of a product with one superblock a warp. factor: valid after the next consumers_sync.
-    __device__ __forceinline__ void prepare(const Phase& f, const RowSource& from, GridBarrier& grid) {
-        const bool mine = warp < f.supers;
+    // The operand of this warp: one superblock of each chunk. Rows of several tokens are written before a grid barrier.
+    // factor: valid after the next consumers_sync.
+    __device__ __forceinline__ void prepare(const Phase& f, const RowSource& from, GridBarrier& grid, bool first) {
         if constexpr (ONE) {
-            const float sum = mine ? quantize_slot(p, from, warp, slots[warp], lane, norm) : 0.0f;
-            if (lane == 0 && from.norm) s.squares[warp] = sum;
+            float4 next[2];
+            if (warp < f.supers) request_values(from, 0, warp, lane, next);
+            if (first && lane == 0) {
+                asm volatile("" ::"f"(next[1].w) : "memory");  // not before they are here
+                mbarrier_arrive(&s.go);
+            }
+#pragma unroll 1
+            for (int sb = warp; sb < f.supers; sb += kWARPS) {
+                float4 v[2] = {next[0], next[1]};
+                if (sb + kWARPS < f.supers) request_values(from, 0, sb + kWARPS, lane, next);
+                const float sum = quantize_slot(p, from, sb, slots[sb], lane, v);
+                if (lane == 0 && from.norm) s.squares[sb] = sum;
+            }
             consumers_sync();
         } else {
-            quantize_shared<NT>(p, from, 0, f.supers, warp, lane, norm);
-            grid.arrive(kMAIN);
-            grid.wait(kMAIN);
+            quantize_shared<NT>(p, from, f.supers, warp, lane);
+            grid.sync();
+            if (first && lane == 0) mbarrier_arrive(&s.go);
         }
-        if (mine) load(warp);
+        if (f.chunks == 1 && warp < f.supers) load_chunk(warp);
         if (warp >= NT * kGroupTokens) return;
         const int token = min(warp, p.t - 1);  // columns of tokens that are not there repeat the last one's
         float total = 0.0f;
@@ -85,43 +81,18 @@ struct Consumer {
         }
         if (lane == 0) s.factor[warp] = from.norm ? rms_factor(total, f.supers * kSUPER, p.eps) : 1.0f;
     }
-    __device__ __forceinline__ void load(int superblock) {
-        if constexpr (ONE)
-            load_slot(slots[warp], x, lane);
-        else
-            x.load(p.shared, superblock, lane);
+
+    __device__ __forceinline__ void prefetch_norm() {
+        const int line = blockIdx.x * 32 + lane;
+        if (warp == 0 && line * 32 < p.phase[kGATE_UP].supers * kSUPER)
+            prefetch_l2(p.source[kGATE_UP].norm + line * 32);
     }
 
-    // `down` takes the first chunks of its rows while others are still being made. Several tokens: a chunk is quantised one
-    // turn before it is used, which is when all blocks have done their part.
-    __device__ __forceinline__ void quantize_chunk(const Phase& f, int c, GridBarrier& grid) {
-        if (c >= f.chunks) return;
-        grid.wait(c == f.chunks - 1 ? static_cast<int>(kMAIN) : kROWS_DONE + c);
-        const int begin = c * kWARPS, count = min(kWARPS, f.supers - begin);
-        if constexpr (ONE) {
-            if (warp < count) quantize_slot(p, p.source[kDOWN], begin + warp, slots[warp], lane, norm);
-            __syncwarp();
-        } else {
-            quantize_shared<NT>(p, p.source[kDOWN], begin, count, warp, lane, norm);
-            grid.arrive(kROWS_QUANTIZED + c);
-        }
-    }
-    __device__ __forceinline__ void prepare_chunk(const Phase& f, int c, GridBarrier& grid) {
-        if (c == 0) {
-            if (threadIdx.x < NT * kGroupTokens) s.factor[threadIdx.x] = 1.0f;
-        }
-        constexpr int kAHEAD = ONE ? 0 : 1;
-#pragma unroll 1
-        for (int i = c ? c + kAHEAD : 0; i <= c + kAHEAD; ++i) quantize_chunk(f, i, grid);
-        if (!ONE) grid.wait(kROWS_QUANTIZED + c);
-        if (c * kWARPS + warp < f.supers) load(c * kWARPS + warp);
-    }
-    // Chunks of `down`'s rows that this block has no more tiles of, from `done` on, before tile u.
-    __device__ __forceinline__ int announce_rows(int done, int u, GridBarrier& grid) {
-        constexpr int kTILES = kWARPS * kSUPER / kTILE_ROWS;
-        for (; done < p.phase[kDOWN].chunks - 1 && u >= kTILES * (done + 1); ++done)
-            if (threadIdx.x == 0) grid.arrive_alone(kROWS_DONE + done);
-        return done;
+    __device__ __forceinline__ void load_chunk(int sb) {
+        if constexpr (ONE)
+            load_slot(slots[sb], x, lane);
+        else
+            x.load(p.shared, sb, lane);
     }
 
     // Sums over the warps of a pair of tiles (or of gate and up), an output a thread. Warps take turns, so that none falls
@@ -151,87 +122,52 @@ struct Consumer {
         if (stored) g.y[at] = f.residual ? __fadd_rn(residual, sum) : sum;
     }
 
-    // y += this warp's superblock of the stage at hand, which then goes back to the producer.
-    template <int TYPE>
-    __device__ __forceinline__ void take_stage(const uint8_t* own, int stride, bool mine, float (&y)[NT][2]) {
-        mbarrier_wait(s.full + at.stage, at.phase);
-        if (mine) dot_super<TYPE>(own + at.stage * p.stage_bytes, 8 * stride, warp & 1, x, y, lane & 3);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(s.empty + at.stage);
-        at.next(p.stages);
-    }
-
     // Tiles one after the other in one loop: a body for every pair, or every product, would not fit in the instruction
     // cache, and each is run but a few times.
     template <int TYPE>
-    __device__ __forceinline__ void multiply(const Phase& f, const Segment& g, GridBarrier& grid) {
-        const int blocks = gridDim.x, step = g.second ? blocks : kPAIR * blocks, stride = stage_row(TYPE, f.supers);
+    __device__ __forceinline__ void multiply(const Phase& f, const Segment& g) {
+        const int grid = gridDim.x, step = g.second ? grid : kPAIR * grid;
+        const int stride = stage_row(TYPE, min(kWARPS, f.supers));
         const uint8_t* own = ring + (lane >> 2) * stride + warp * super_bytes(TYPE);
-        int done = 0;
 #pragma unroll 1
         for (int u = first_tile(g); u < g.tiles; u += step, buffer ^= 1) {
-            const int count = g.second || u + blocks < g.tiles ? 2 : 1;
+            const int count = g.second || u + grid < g.tiles ? 2 : 1;
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                float* sums = s.partial[buffer] + warp * kWARP_FLOATS<NT> + i * NT * kTILE_FLOATS + lane;
                 float y[NT][2] = {};
-                take_stage<TYPE>(own, stride, warp < f.supers, y);
-                for_sums([&](int n, int h) { sums[n * kTILE_FLOATS + 32 * h] = y[n][h]; });
+#pragma unroll 1
+                for (int c = 0; c < f.chunks; ++c) {
+                    const bool mine = c * kWARPS + warp < f.supers;
+                    if (f.chunks > 1 && mine) load_chunk(c * kWARPS + warp);
+                    mbarrier_wait(s.full + at.stage, at.phase);
+                    if (mine) dot_super<TYPE, NT>(own + at.stage * p.stage_bytes, 8 * stride, warp & 1, x, y, lane & 3);
+                    __syncwarp();
+                    if (lane == 0) mbarrier_arrive(s.empty + at.stage);
+                    at.next(p.stages);
+                }
+                float* mine = s.partial[buffer] + warp * kWARP_FLOATS<NT> + i * NT * kTILE_FLOATS + lane;
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) mine[n * kTILE_FLOATS + 32 * h] = y[n][h];
             }
             // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after
             // it has read this one's sums.
             consumers_sync();
-            if (g.second) done = announce_rows(done, u, grid);
             reduce(f, g, s.partial[buffer], u, count);
         }
-        if (!g.second) return;
-        consumers_sync();
-        announce_rows(done, g.tiles + kWARPS * kSUPER, grid);
     }
-
-    // Rows of several superblocks a warp, at most one pair of tiles: sums of the chunks before wait in `partial`.
-    __device__ __forceinline__ void multiply_chunks(const Phase& f, const Segment& g, GridBarrier& grid) {
-        const int blocks = gridDim.x, stride = stage_row(g.type, kWARPS), u = first_tile(g);
-        const uint8_t* own = ring + (lane >> 2) * stride + warp * super_bytes(g.type);
-        // a block without a tile still has to quantise its part
-        const int count = u >= g.tiles ? 0 : u + blocks < g.tiles ? 2 : 1;
+    __device__ __forceinline__ void multiply(const Phase& f) {
 #pragma unroll 1
-        for (int c = 0; c < f.chunks; ++c) {
-            prepare_chunk(f, c, grid);
-            const bool mine = c * kWARPS + warp < f.supers;
-#pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-                float* sums = s.partial[buffer] + warp * kWARP_FLOATS<NT> + i * NT * kTILE_FLOATS + lane;
-                float y[NT][2] = {};
-                if (c) for_sums([&](int n, int h) { y[n][h] = sums[n * kTILE_FLOATS + 32 * h]; });
-                if (g.type == kNEXTN_Q4_K)
-                    take_stage<kNEXTN_Q4_K>(own, stride, mine, y);
-                else if (g.type == kNEXTN_Q5_K)
-                    take_stage<kNEXTN_Q5_K>(own, stride, mine, y);
-                else
-                    take_stage<kNEXTN_Q6_K>(own, stride, mine, y);
-                for_sums([&](int n, int h) { sums[n * kTILE_FLOATS + 32 * h] = y[n][h]; });
-            }
+        for (int i = 0; i < f.segments; ++i) {
+            const Segment& g = f.segment[i];
+            if (g.type == kNEXTN_Q4_K)
+                multiply<kNEXTN_Q4_K>(f, g);
+            else if (g.type == kNEXTN_Q5_K)
+                multiply<kNEXTN_Q5_K>(f, g);
+            else
+                multiply<kNEXTN_Q6_K>(f, g);
         }
-        consumers_sync();
-        reduce(f, g, s.partial[buffer], u, count);
-    }
-    __device__ __forceinline__ void multiply_any(const Phase& f, const Segment& g, GridBarrier& grid) {
-        if (f.chunks > 1)
-            multiply_chunks(f, g, grid);
-        else if (g.type == kNEXTN_Q4_K)
-            multiply<kNEXTN_Q4_K>(f, g, grid);
-        else if (g.type == kNEXTN_Q5_K)
-            multiply<kNEXTN_Q5_K>(f, g, grid);
-        else
-            multiply<kNEXTN_Q6_K>(f, g, grid);
-    }
-    template <typename F>
-    static __device__ __forceinline__ void for_sums(F body) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) body(n, h);
     }
 };
 
@@ -253,24 +189,22 @@ __device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s
         for (int i = 0; i < f.segments; ++i) {
             const Segment& g = f.segment[i];
             const int size = super_bytes(g.type), stride = stage_row(g.type, wide);
-            const int64_t row_bytes = static_cast<int64_t>(f.supers) * size;
-            for (int u = first_tile(g); u < g.tiles; u += g.second ? grid : kPAIR * grid)
-                for (int c = 0; c < f.chunks; ++c)
-                    for (int part = 0; part < kPAIR; ++part) {
-                        const int tile = g.second ? u : u + part * grid;
-                        if (tile >= g.tiles) break;
+            for (int u = first_tile(g); u < g.tiles; u += grid) {
+                const int64_t row = min(u * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
+                for (int part = 0; part < (g.second ? 2 : 1); ++part)
+                    for (int c = 0; c < f.chunks; ++c) {
                         if (issued++ >= kIN_FLIGHT) {
                             mbarrier_wait(s.full + landed.stage, landed.phase);
                             landed.next(p.stages);
                         }
                         mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
-                        const uint8_t* from = part && g.second ? g.second : g.weight;
                         if (lane < kTILE_ROWS)
-                            produce_row(from + min(tile * kTILE_ROWS + lane, g.n - 1) * row_bytes + c * kWARPS * size,
+                            produce_row((part ? g.second : g.weight) + row + c * kWARPS * size,
                                         ring + at.stage * p.stage_bytes + lane * stride,
                                         min(kWARPS, f.supers - c * kWARPS) * size, s.full + at.stage);
                         at.next(p.stages);
                     }
+            }
         }
     }
 }
@@ -309,36 +243,30 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
     }
     take_registers();
     trace(p, 0);
-    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, {}, 0, 0};
-    c.request_norm(p.phase[p.first], p.source[p.first]);
     wait_for_predecessor();
     trace(p, 1);
     GridBarrier grid(p.sync);
+    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, {}, 0, 0};
     DeltaBlock<ONE ? 1 : NT * kGroupTokens> delta(p, s.window, *reinterpret_cast<DeltaShared*>(scratch));
+    if (p.delta_net) delta.request_slot();
 #pragma unroll 1
     for (int k = p.first; k <= p.last; ++k) {
-        const Phase& f = p.phase[k];
-        if (f.chunks == 1) c.prepare(f, p.source[k], grid);
-        if (k == p.first && lane == 0) mbarrier_arrive(&s.go);
+        c.prepare(p.phase[k], p.source[k], grid, k == p.first);
         if (k == kINPUT && p.delta_net) delta.request_window();
-        if (k == p.first) c.prefetch_norm();
+        if (k == p.first && p.last >= kGATE_UP) c.prefetch_norm();
         trace(p, 2 + 3 * k);
-#pragma unroll 1
-        for (int i = 0; i < f.segments; ++i) c.multiply_any(f, f.segment[i], grid);
+        c.multiply(p.phase[k]);
         trace(p, 3 + 3 * k);
         if (k == p.last) break;
         if (k == kINPUT) delta.keep_window();
-        grid.arrive(kMAIN);
+        grid.arrive();
         if (k == kINPUT) delta.request_state();
-        if (p.phase[k + 1].chunks > 1) continue;
-        c.request_norm(p.phase[k + 1], p.source[k + 1]);
-        grid.wait(kMAIN);
+        grid.wait();
         trace(p, 4 + 3 * k);
         if (k == kINPUT) {
             delta.run(warp, lane);
             trace(p, 14);
-            grid.arrive(kMAIN);
-            grid.wait(kMAIN);
+            grid.sync();
             trace(p, 15);
         }
     }
@@ -368,7 +296,7 @@ cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream
     for (int k = p.first; k <= p.last; ++k)
         for (int i = 0; i < p.phase[k].segments; ++i)
             stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
-    const size_t slots = ONE ? sizeof(TokenSlot) * kWARPS : 0;
+    const size_t slots = ONE ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
     const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared) : 0);
     const size_t room = limits.smem_per_block - sizeof(LayerShared<NT>) - 1024 - round_up(scratch, 128);
     p.stage_bytes = static_cast<int>(round_up(stage, 128));
@@ -393,7 +321,7 @@ LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits) {
                                        : p.delta_net.v_heads * p.delta_net.head_dim;
     if (p.t > NEXTN_MAX_DECODE_T || limits.capability < 90 || limits.smem_per_block < 220 * 1024 ||
         (p.flags & NEXTN_LAYER_SEPARATE) || p.d < kMAX_SUPERS / 2 * kSUPER || !takes(p.output, mixer, kMAX_SUPERS) ||
-        p.d > kPAIR * kTILE_ROWS * limits.sm_count || !takes(p.gate, p.d, kMAX_SUPERS) ||
+        !takes(p.gate, p.d, kMAX_SUPERS) ||
         !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
         return LayerFusion::kNONE;
     const NextnGatedDeltaNet& g = p.delta_net;

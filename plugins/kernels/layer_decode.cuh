@@ -52,38 +52,35 @@ __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefe
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kTHREADS) : "memory"); }
 
-// Barriers among all blocks. What was written before an arrival is visible after the wait to loads that bypass L1 (ld.cg).
-// A word's top bit turns with the last of gridDim.x arrivals, whatever it was: nothing to reset between launches.
-enum GridWord { kMAIN, kROWS_DONE, kROWS_QUANTIZED = kROWS_DONE + 4 };  // the latter two by chunk of `down`
-constexpr int kWORD_STRIDE = 4;  // of uint32
+// All consumers of all blocks. What was written before is visible after to loads that bypass L1 (ld.cg).
 struct GridBarrier {
-    uint32_t* words;
-    uint32_t bits = 0;  // top bits before, of thread 0
-    __device__ __forceinline__ explicit GridBarrier(uint32_t* sync) : words(sync) {
-        if (threadIdx.x) return;
-#pragma unroll
-        for (int i = 0; i < kROWS_QUANTIZED + 4; ++i) bits |= (__ldcg(words + kWORD_STRIDE * i) >> 31) << i;
+    uint32_t* word;
+    uint32_t bit;
+    __device__ explicit GridBarrier(uint32_t* sync) : word(sync) {
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bit) : "l"(word) : "memory");
+        bit &= 0x80000000u;
     }
-    __device__ __forceinline__ uint32_t load(int word) const {
-        uint32_t v;
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(words + kWORD_STRIDE * word) : "memory");
-        return v;
-    }
-    // Thread 0, after a consumers_sync.
-    __device__ __forceinline__ void arrive_alone(int word) {
-        const uint32_t add = blockIdx.x ? 1 : 0x80000000u - (gridDim.x - 1);
-        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(words + kWORD_STRIDE * word), "r"(add) : "memory");
-    }
-    __device__ __forceinline__ void arrive(int word) {
+    // The last of gridDim.x arrivals turns the top bit, whatever it was: nothing to reset between launches.
+    __device__ __forceinline__ void arrive() {
         consumers_sync();
-        if (threadIdx.x == 0) arrive_alone(word);
-    }
-    __device__ __forceinline__ void wait(int word) {
         if (threadIdx.x == 0) {
-            while (load(word) >> 31 == (bits >> word & 1)) {}
-            bits ^= 1u << word;
+            const uint32_t add = blockIdx.x ? 1 : 0x80000000u - (gridDim.x - 1);
+            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(add) : "memory");
         }
+    }
+    __device__ __forceinline__ void wait() {
+        if (threadIdx.x == 0) {
+            uint32_t now;
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+            } while ((now & 0x80000000u) == bit);
+        }
+        bit ^= 0x80000000u;
         consumers_sync();
+    }
+    __device__ __forceinline__ void sync() {
+        arrive();
+        wait();
     }
 };
 
@@ -102,16 +99,22 @@ __device__ __forceinline__ float head_factor(const LayerParams& p, const RowSour
     return rms_factor(total, kGDN_DIM, p.eps);
 }
 
-// Eight values a lane of one superblock: v[0] at 32*(lane/4) + 4*(lane%4), v[1] 16 further. Returns, in every lane, the
-// sum of x^2 where the row is normed. norm: its weights, for the same values.
-__device__ __forceinline__ int value_of_lane(int superblock, int lane) {
+// Eight values a lane of one superblock: v[0] at 32*(lane/4) + 4*(lane%4), v[1] 16 further.
+__device__ __forceinline__ int64_t value_of_lane(int superblock, int lane) {
     return superblock * kSUPER + 32 * (lane >> 2) + 4 * (lane & 3);
 }
-__device__ __forceinline__ float load_values(const LayerParams& p, const RowSource& s, int token, int superblock, int lane,
-                                             const float4 (&norm)[2], float4 (&v)[2]) {
+__device__ __forceinline__ void request_values(const RowSource& s, int token, int superblock, int lane, float4 (&v)[2]) {
     const float* x = s.x + token * s.ldx + value_of_lane(superblock, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = __ldcg(reinterpret_cast<const float4*>(x + 16 * h));
+}
+// v times the norm's weights and the head's factor. Returns, in every lane, the sum of x^2 where the row is normed.
+__device__ __forceinline__ float scale_values(const LayerParams& p, const RowSource& s, int token, int superblock, int lane,
+                                              float4 (&v)[2]) {
+    float4 norm[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        if (s.norm) norm[h] = __ldg(reinterpret_cast<const float4*>(s.norm + value_of_lane(superblock, lane) + 16 * h));
     float sum = 0.0f;
     if (s.norm) {
         sum = squares_of(v[0], v[1]);
@@ -130,10 +133,9 @@ __device__ __forceinline__ float load_values(const LayerParams& p, const RowSour
 
 // One token, to shared memory. Returns load_values' sum.
 __device__ __forceinline__ float quantize_slot(const LayerParams& p, const RowSource& s, int superblock, TokenSlot& slot,
-                                               int lane, const float4 (&norm)[2]) {
+                                               int lane, float4 (&v)[2]) {
     const int sub = lane >> 2, q = lane & 3;
-    float4 v[2];
-    const float sum = load_values(p, s, 0, superblock, lane, norm, v);
+    const float sum = scale_values(p, s, 0, superblock, lane, v);
     const QuantScale scale = quant_scale(__reduce_max_sync(~0u, max_bits(max_bits(0, v[0]), v[1])));
     const QuantWord w[2] = {quantize4(v[0], scale.inverse), quantize4(v[1], scale.inverse)};
     slot.frag[0][sub >> 1][q][sub & 1] = make_uint2(w[0].hi, w[1].hi);
@@ -176,17 +178,14 @@ __device__ __forceinline__ void load_slot(const TokenSlot& slot, TokenOperand<kA
     x.scale[0] = slot.scale;
 }
 
-// Several tokens: all blocks together quantise superblocks begin .. begin + count - 1 of a product's rows, a warp a
-// superblock of a token. Which one comes first for this warp: rows of up to kWARPS superblocks have no second.
-__device__ __forceinline__ int shared_task(int warp) { return warp * gridDim.x + blockIdx.x; }
+// Several tokens: all blocks together quantise the rows of a product, a warp a superblock of a token.
 template <int NT>
-__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int begin, int count, int warp,
-                                                int lane, const float4 (&norm)[2]) {
-#pragma unroll 1
-    for (int i = shared_task(warp); i < count * p.t; i += kWARPS * gridDim.x) {
-        const int superblock = begin + i % count, token = i / count;
+__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp, int lane) {
+    for (int i = warp * gridDim.x + blockIdx.x; i < supers * p.t; i += kWARPS * gridDim.x) {
+        const int superblock = i % supers, token = i / supers;
         float4 v[2];
-        const float sum = load_values(p, s, token, superblock, lane, norm, v);
+        request_values(s, token, superblock, lane, v);
+        const float sum = scale_values(p, s, token, superblock, lane, v);
         const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
         const float scale = quantize_superblock(v, p.shared, slot, token % kGroupTokens, lane);
         if (lane == 0) {

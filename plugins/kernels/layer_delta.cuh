@@ -11,7 +11,7 @@ namespace nextn {
 
 constexpr int kGDN_CHANNELS = 2 * kGDN_DIM + kGDN_COLUMNS;  // that a block convolves: q, k, its columns of v
 
-struct DeltaWindow {
+struct __align__(16) DeltaWindow {
     float rows[kGDN_KERNEL - 1][kGDN_CHANNELS];
 };
 struct DeltaShared {
@@ -32,10 +32,10 @@ struct DeltaBlock {
     const NextnGatedDeltaNet& g;
     DeltaWindow& old;
     DeltaShared& s;
-    int h, k_head, column0, slot, channel;  // channel: of this thread's conv, or -1
+    int h, k_head, column0, slot;
     int quarter, group, row0, column;       // of the state
     bool active;
-    float window[kBEFORE], state[kROWS];
+    float state[kROWS];
 
     __device__ __forceinline__ DeltaBlock(const LayerParams& params, DeltaWindow& before, DeltaShared& shared)
         : p(params), g(params.delta), old(before), s(shared) {
@@ -48,11 +48,6 @@ struct DeltaBlock {
         group = warp >> 2;
         row0 = 32 * quarter + kROWS * (lane >> 3);
         column = 8 * group + (lane & 7);
-        const int i = threadIdx.x;
-        channel = !active || i >= kGDN_CHANNELS ? -1
-                  : i < kGDN_DIM                ? k_head * kGDN_DIM + i
-                  : i < 2 * kGDN_DIM            ? (g.k_heads + k_head) * kGDN_DIM + i - kGDN_DIM
-                                                : (2 * g.k_heads + h) * kGDN_DIM + column0 + i - 2 * kGDN_DIM;
     }
     __device__ __forceinline__ int64_t channels() const {
         return (2 * g.k_heads + g.v_heads) * static_cast<int64_t>(kGDN_DIM);
@@ -61,23 +56,28 @@ struct DeltaBlock {
         return g.state_pool + ((static_cast<int64_t>(to) * g.v_heads + h) * kGDN_DIM + row0) * kGDN_DIM + column0 + column;
     }
 
+    __device__ __forceinline__ int channel_of(int i) const {
+        return i < kGDN_DIM       ? k_head * kGDN_DIM + i
+               : i < 2 * kGDN_DIM ? (g.k_heads + k_head) * kGDN_DIM + i - kGDN_DIM
+                                  : (2 * g.k_heads + h) * kGDN_DIM + column0 + i - 2 * kGDN_DIM;
+    }
+
+    __device__ __forceinline__ void request_slot() { slot = active ? __ldcg(g.slot) : -1; }
     // Old windows: other blocks overwrite them after the next grid barrier.
     __device__ __forceinline__ void request_window() {
-        slot = active ? __ldcg(g.slot) : -1;
-        if (channel < 0) return;
-        const int64_t from = static_cast<int64_t>(max(slot, 0)) * kBEFORE;
-#pragma unroll
-        for (int j = 0; j < kBEFORE; ++j) window[j] = __ldcg(g.conv_pool + (from + j) * channels() + channel);
-        prefetch_l2(g.conv_weight + static_cast<int64_t>(channel) * kGDN_KERNEL);
-        if (slot >= 0 && threadIdx.x < kGDN_DIM)
-            prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + threadIdx.x) * kGDN_DIM +
-                        column0);
+        constexpr int kPIECES = kGDN_CHANNELS / 4;
+        const int i = threadIdx.x, row = i / kPIECES, c = i % kPIECES * 4;
+        if (!active) return;
+        if (row < kBEFORE)
+            cp_async_16(&old.rows[row][c],
+                        g.conv_pool + (static_cast<int64_t>(max(slot, 0)) * kBEFORE + row) * channels() + channel_of(c),
+                        slot >= 0);
+        cp_async_commit();
+        if (i < kGDN_CHANNELS) prefetch_l2(g.conv_weight + static_cast<int64_t>(channel_of(i)) * kGDN_KERNEL);
+        if (slot >= 0 && i < kGDN_DIM)
+            prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + i) * kGDN_DIM + column0);
     }
-    __device__ __forceinline__ void keep_window() {
-        if (channel < 0) return;
-#pragma unroll
-        for (int j = 0; j < kBEFORE; ++j) old.rows[j][threadIdx.x] = slot < 0 ? 0.0f : window[j];
-    }
+    __device__ __forceinline__ void keep_window() { cp_async_wait<0>(); }
     __device__ __forceinline__ void request_state() {
         if (!active) return;
         const float* from = state_at(max(slot, 0));
@@ -87,7 +87,7 @@ struct DeltaBlock {
 
     // Conv of this thread's channel for all tokens, and the windows after each of them.
     __device__ __forceinline__ void conv() {
-        const int i = threadIdx.x;
+        const int i = threadIdx.x, channel = channel_of(i);
         const float4 w = __ldg(reinterpret_cast<const float4*>(g.conv_weight) + channel);
         const float taps[kGDN_KERNEL] = {w.x, w.y, w.z, w.w};
         float row[kBEFORE + MAX_T];
@@ -175,7 +175,7 @@ struct DeltaBlock {
 
     __device__ __forceinline__ void run(int warp, int lane) {
         if (!active) return;  // the whole block
-        if (channel >= 0) conv();
+        if (threadIdx.x < kGDN_CHANNELS) conv();
         if (warp == kWARPS - 1 && lane < p.t)
             s.gates[lane] = gates_of(g, __ldcg(g.alpha + lane * g.ld_gate + h), __ldcg(g.beta + lane * g.ld_gate + h), h);
         const int i = threadIdx.x - 320;  // warps that convolve nothing
