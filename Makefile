@@ -9,7 +9,7 @@ TENSORRT ?= tensorrt-rtx-cu13
 # int8: half the memory for the context
 KV_CACHE ?= f16
 PYTEST_FLAGS ?=
-ARCHITECTURES ?= 80-real;86-real;89-real;90-real;120-real;120-virtual
+ARCHITECTURES ?= 80-real;86-real;89-real;90a-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
 TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)

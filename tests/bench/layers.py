@@ -1,6 +1,7 @@
 """Times of whole decoder layers: `python -m tests.bench.layers`.   Microseconds a layer, 9B geometry.
 
-A CUDA graph of layers one after the other, weights rotating over at least 1 GB."""
+A CUDA graph of layers one after the other, weights rotating over at least 1 GB. With ``--trace``, of a library compiled
+with -DNEXTN_LAYER_TRACE: clocks that the persistent kernel spends between its points, mean (least, most) of the blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +12,15 @@ import numpy as np
 
 from tests.bench.kernels import graph_time
 from tests.kernels import library as lib
-from tests.kernels.decoder_layer import PDL, POSITION, SEPARATE, RandomLayer
+from tests.kernels.decoder_layer import PDL, POSITION, SEPARATE, SYNC_BYTES, RandomLayer
 from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
 
 LAYERS, REPEATS = 8, 3
+BLOCKS = 132
+POINTS = {  # index in the trace: what ends there
+    1: "predecessor", 2: "input rows", 3: "input product", 4: "barrier", 14: "delta net", 15: "barrier", 5: "output rows",
+    6: "output product", 7: "barrier", 8: "gate/up rows", 9: "gate/up product", 10: "barrier", 11: "down rows", 12: "down",
+}  # fmt: skip
 
 
 def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
@@ -33,6 +39,13 @@ def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
     return graph_time(launch, REPEATS * LAYERS)
 
 
+def print_trace(layer: RandomLayer) -> None:
+    clocks = layer.sync.host()[SYNC_BYTES // 4 :][: BLOCKS * 32].view(np.int64).reshape(BLOCKS, 16)
+    spent = np.diff(clocks[:, [0, *POINTS]], axis=1)
+    parts = (f"{name} {d.mean():.0f} ({d.min()}, {d.max()})" for name, d in zip(POINTS.values(), spent.T, strict=True))
+    print("   " + "; ".join(parts))
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     for name, shape in (
@@ -48,6 +61,9 @@ def main() -> None:
         for t in (1, 2, 3, 4, 5, 8):
             fused, single = (layer_time(layers, t, flags) for flags in (PDL, PDL | SEPARATE))
             print(f"{name}: T={t} {fused:6.2f} us, single kernels {single:6.2f}, weights at 4.5 TB/s {floor:.2f}")
+            if "--trace" in sys.argv and shape.net is not None:
+                layer_time(layers, t, PDL)
+                print_trace(layers[0])
         sys.stdout.flush()
 
 
