@@ -1,7 +1,7 @@
 """Times of whole decoder layers: `python -m tests.bench.layers`.   Microseconds a layer, 9B geometry.
 
-A CUDA graph of layers one after the other, weights rotating over at least 1 GB. With ``--trace``, of a library compiled
-with -DNEXTN_LAYER_TRACE: clocks that the persistent kernel spends between its points, mean (least, most) of the blocks."""
+A CUDA graph of layers one after the other, weights rotating over at least 1 GB. ``--trace``, of a library compiled with
+-DNEXTN_LAYER_TRACE: clocks that the persistent kernel spends between its points, mean (least, most) of the blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
 
 LAYERS, REPEATS = 8, 3
 BLOCKS = 132
-POINTS = {  # index in the trace: what ends there
-    1: "predecessor", 2: "input rows", 3: "input product", 4: "barrier", 14: "delta net", 15: "barrier", 5: "output rows",
-    6: "output product", 7: "barrier", 8: "gate/up rows", 9: "gate/up product", 10: "barrier", 11: "down rows", 12: "down",
-}  # fmt: skip
+NAMES = "predecessor,input rows,input product,barrier,delta net,barrier,output rows,output product,barrier"
+NAMES += ",gate/up rows,gate/up product,barrier,down rows,down product"
+POINTS = (0, 1, 2, 3, 4, 14, 15, 5, 6, 7, 8, 9, 10, 11, 12)  # in the trace, in the order they are reached
 
 
 def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
@@ -41,8 +40,8 @@ def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
 
 def print_trace(layer: RandomLayer) -> None:
     clocks = layer.sync.host()[SYNC_BYTES // 4 :][: BLOCKS * 32].view(np.int64).reshape(BLOCKS, 16)
-    spent = np.diff(clocks[:, [0, *POINTS]], axis=1)
-    parts = (f"{name} {d.mean():.0f} ({d.min()}, {d.max()})" for name, d in zip(POINTS.values(), spent.T, strict=True))
+    spent = np.diff(clocks[:, POINTS], axis=1)
+    parts = (f"{name} {d.mean():.0f} ({d.min()}, {d.max()})" for name, d in zip(NAMES.split(","), spent.T, strict=True))
     print("   " + "; ".join(parts))
 
 

@@ -16,6 +16,7 @@ from tests.kernels.test_gated_delta_net import Shape as NetShape
 from tests.oracle import kquant
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 EPS = 1e-6
 PDL, SEPARATE = 1, 2
 SYNC_BYTES = 256
