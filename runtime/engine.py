@@ -21,6 +21,8 @@ import numpy as np
 # (logits [R, V] float32, positions [R] of the tokens being chosen) -> token ids [R]. The positions of a call follow
 # each other. A choice may depend on the tokens before it: those of the rows before it in the same call, and
 # before these what the calls before chose for the positions below the first.
+# NO_CHOICE where none can be made after rows that may not count; in the first row that is an exception.
+NO_CHOICE = -1
 Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 

@@ -33,7 +33,9 @@ class Grammar:
 
 
 class GrammarState:
-    """How far a text has got. Tokens can be taken back. End tokens are never pushed."""
+    """How far a text has got. Tokens can be taken back. End tokens are never pushed.
+
+    Methods raise UsageError when nothing can follow: a schema may ask for what does not exist, or for too much work."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._matcher = LLMatcher(grammar.tokenizer, grammar.source, log_level=_LOG_NOTHING)
@@ -41,7 +43,7 @@ class GrammarState:
         self._check()
 
     def push(self, token: int) -> None:
-        """Raises EngineError when the grammar does not allow ``token``: it must come from the allowed ones."""
+        """``token`` must be one of those allowed."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -60,7 +62,8 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"the grammar cannot go on: {_one_line(self._matcher.get_error())}")
+            reason = self._matcher.get_error().partition("<state>")[0]
+            raise UsageError(f"no text can follow this schema or grammar any further ({_one_line(reason)})")
 
 
 class GrammarCompiler:

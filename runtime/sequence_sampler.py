@@ -9,26 +9,29 @@ were these choices. So drafting changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines.errors import UsageError
+from runtime.engine import NO_CHOICE
 from runtime.sampling import F32, I64, ParamsSampler, SamplingParams, choose
 
 if TYPE_CHECKING:
     from runtime.grammar import Grammar, GrammarState
 
 TOP_LOGPROBS_MAX = 20
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Adjustments:
     """What changes the logits of a row before a token is chosen, in this order.
 
-    repetition_penalty  > 0; logits of tokens in prompt or text are divided by it where positive, else multiplied
+    repetition_penalty  0.01..100; logits of tokens in prompt or text are divided by it where positive, else multiplied
     frequency_penalty   -2..2; taken off a token's logit for every time it is in the text (not the prompt)
     presence_penalty    -2..2; taken off once if it is there at all
     logit_bias          token id -> -100..100, added
@@ -46,8 +49,8 @@ class Adjustments:
 
     def validate(self, vocab_size: int) -> None:
         """Raise UsageError at the first value that has no meaning."""
-        if not 0 < self.repetition_penalty <= 100:
-            raise UsageError(f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty!r}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise UsageError(f"repetition_penalty must be from 0.01 to 100, got {self.repetition_penalty!r}")
         for name in ("frequency_penalty", "presence_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise UsageError(f"{name} must be from -2 to 2, got {getattr(self, name)!r}")
@@ -105,25 +108,33 @@ class SequenceSampler:
         return self._choose(logits, positions, report=self.reports)
 
     def draft(self, logits: F32, positions: I64) -> I64:
-        """The head's choices: the same rule, not reported."""
-        return self._choose(logits, positions, report=False)
+        """The head's choices: the same rule, not reported; where no choice can be made, any."""
+        try:
+            return self._choose(logits, positions, report=False)
+        except UsageError:
+            return choose(logits, positions, self._params)
 
     def _choose(self, logits: F32, positions: I64, report: bool) -> I64:
         first = int(positions[0]) - self._prompt_length
         if first < 0:  # inside the prompt, where nobody asks
             return choose(logits, positions, self._params)
         self._forget(first)
-        choices = np.empty(len(logits), np.int64)
+        choices = np.full(len(logits), NO_CHOICE, np.int64)
         for i in range(len(logits)):
             row = slice(i, i + 1)
             if self._tokens and self._tokens[-1] in self._ends:  # past the end of the text, where nobody looks
                 choices[i:] = choose(logits[i:], positions[i:], self._params)
                 break
-            token = int(choose(self._adjusted(logits[row]), positions[row], self._params)[0])
+            try:
+                token = int(choose(self._adjusted(logits[row]), positions[row], self._params)[0])
+                self._remember(token)
+            except UsageError:  # the grammar has come to its end, but in a row that may not count
+                if i == 0:
+                    raise
+                break
             if report:
                 self.logprobs[first + i] = _logprob(logits[i], token, self._adjustments.top_logprobs or 0)
             choices[i] = token
-            self._remember(token)
         return choices
 
     def _forget(self, length: int) -> None:
@@ -132,7 +143,7 @@ class SequenceSampler:
             self._counts[token] -= 1
         del self._tokens[length:]
         if self._grammar:
-            self._grammar.forget(length)
+            self._grammar.forget(length, [token for token in self._tokens if token not in self._ends])
 
     def _remember(self, token: int) -> None:
         self._tokens.append(token)
@@ -151,6 +162,7 @@ class SequenceSampler:
             ids = np.flatnonzero(self._counts)
             row[ids] -= self._counts[ids] * wanted.frequency_penalty + wanted.presence_penalty
         row[self._bias_ids] += self._biases
+        np.minimum(row, _LARGEST, out=row)
         if self._grammar:
             row[~self._grammar.allowed()] = -np.inf
         return row.astype(np.float32)[None]
@@ -161,21 +173,32 @@ class _GrammarGate:
 
     def __init__(self, adjustments: Adjustments) -> None:
         assert adjustments.grammar is not None
-        self._state: GrammarState = adjustments.grammar.start()
-        self._after = adjustments.grammar_after
-        self._all = np.ones(adjustments.grammar.vocab_size, bool)
+        self._grammar, self._after = adjustments.grammar, adjustments.grammar_after
+        self._all = np.ones(self._grammar.vocab_size, bool)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._state: GrammarState = self._grammar.start()
         self._begin: int | None = 0 if self._after is None else None  # where the grammar's part of the text begins
         self._length = 0  # of the text, without an end token
+        self._broken = False  # once it raised, a state stays as it is
 
     def push(self, token: int, length: int) -> None:
         """The text is ``length`` tokens long with this one."""
         self._length = length
         if self._begin is not None:
-            self._state.push(token)
+            with self._noting():
+                self._state.push(token)
         elif token == self._after:
             self._begin = length
 
-    def forget(self, length: int) -> None:
+    def forget(self, length: int, text: Sequence[int]) -> None:
+        """Take back all but the first ``length`` tokens, ``text``."""
+        if self._broken:
+            self._restart()
+            for i, token in enumerate(text):
+                self.push(token, i + 1)
+            return
         if length >= self._length:
             return
         if self._begin is not None:
@@ -185,7 +208,18 @@ class _GrammarGate:
         self._length = length
 
     def allowed(self) -> np.ndarray:
-        return self._all if self._begin is None else self._state.allowed()
+        if self._begin is None:
+            return self._all
+        with self._noting():
+            return self._state.allowed()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except UsageError:
+            self._broken = True
+            raise
 
 
 def _logprob(row: F32, token: int, n_top: int) -> TokenLogprob:

@@ -16,7 +16,7 @@ import numpy as np
 
 from engines.errors import UsageError
 from runtime.controller import Controller, Round
-from runtime.engine import DraftEngine, Sampler, TrunkEngine
+from runtime.engine import NO_CHOICE, DraftEngine, Sampler, TrunkEngine
 from runtime.head_queue import HeadQueue
 from runtime.spec_stats import SpecStats as SpecStats
 
@@ -224,8 +224,11 @@ def _leading_matches(drafts: Sequence[int], choices: np.ndarray) -> int:
 
 
 def _through_end(block: list[int], end_token_ids: Collection[int]) -> list[int]:
-    """The block up to its first end token, that token included."""
+    """The block up to its first end token, that token included, or to where no choice could be made: the next round
+    begins there, and says why."""
     for i, token in enumerate(block):
+        if token == NO_CHOICE:
+            return block[:i]
         if token in end_token_ids:
             return block[: i + 1]
     return block

@@ -41,6 +41,7 @@ def create_app(service: Service, limits: Limits, grace_s: float = 0.0) -> FastAP
     _add_completions(app, service)
     _add_model_routes(app, service)
     _add_state_routes(app, service)
+    _describe(app, service)
     return app
 
 
@@ -101,6 +102,18 @@ async def _served(reply: Awaitable[Response]) -> Response:
         return Response(status_code=499)  # nobody reads it
 
 
+def _describe(app: FastAPI, service: Service) -> None:
+    """Let the description at /openapi.json say what the schemas alone do not: the model's name, 400 for a bad field."""
+    described = app.openapi()
+    schemas = described["components"]["schemas"]
+    for name in ("ChatRequest", "CompletionRequest"):
+        schemas[name]["properties"]["model"] = {"type": ["string", "null"], "enum": [service.model, None]}
+    for path in described["paths"].values():
+        for operation in path.values():
+            if operation["responses"].pop("422", None):
+                operation["responses"]["400"] = {"description": "A field that cannot be served; error.param names it"}
+
+
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     def handler(translate: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
         async def handle(request: Request, error: Exception) -> Response:
@@ -133,7 +146,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     path, first = max(found, key=lambda each: each[0].count(".") + each[0].count("["))
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is no JSON", code="invalid_json")
-    if not path and isinstance(error.body, (bytes, str)):
+    if not path and isinstance(error.body, bytes):
         return ApiError(415, "the body must be JSON, with Content-Type: application/json", code="invalid_json")
     message = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
     return ApiError(400, f"{path or 'body'}: {message}", param=path or None, code="invalid_value")

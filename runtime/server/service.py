@@ -117,6 +117,8 @@ class Service:
     ) -> tuple[Job, ReplyListener]:
         """Queue a generation. make_listener gets what to call at the end, and the sampler whose log-probabilities to
         show. Raises ApiError, QueueFullError, ClosingError."""
+        if request.spec in (True, "on") and self.session.draft is None:
+            raise bad_field("spec", f"{self.model} runs without a draft head")
         reports = isinstance(sampler, SequenceSampler) and sampler.reports
 
         def on_end(listener: ReplyListener, reason: str) -> None:

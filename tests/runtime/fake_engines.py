@@ -100,8 +100,9 @@ class ToyTrunk:
         states = self._run(tokens)
         self.verified.append(list(tokens))
         self._pending = states
-        choices = [choice(s, self._position + i + 1, self._sampler) for i, s in enumerate(states)]
-        return Pass(np.array(choices), np.array(states)[:, None])
+        places = self._position + 1 + np.arange(len(states))
+        choices = self._sampler(np.concatenate([logits_of(state) for state in states]), places)
+        return Pass(np.asarray(choices), np.array(states)[:, None])
 
     def commit(self, n_keep: int) -> None:
         assert self._pending is not None and 1 <= n_keep <= len(self._pending)

@@ -134,7 +134,7 @@ def test_the_simplest_sampler_that_does() -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Adjustments(repetition_penalty=0), "repetition_penalty must be above 0"),
+        (Adjustments(repetition_penalty=0), "repetition_penalty must be from 0.01 to 100"),
         (Adjustments(repetition_penalty=float("nan")), "repetition_penalty"),
         (Adjustments(frequency_penalty=2.1), "frequency_penalty must be from -2 to 2"),
         (Adjustments(presence_penalty=float("nan")), "presence_penalty"),
@@ -267,6 +267,73 @@ def test_grammar_state_goes_back_and_forth(compiler: GrammarCompiler, session: S
             state.push(token)
         length = target
         assert np.array_equal(state.allowed(), masks[length])
+
+
+class _Fragile:
+    """A grammar and its state at once: all is allowed, but some texts lead to where nothing can follow; then it is
+    broken for good, as the library's states are."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, bad: int) -> None:
+        self._bad, self._text, self._broken = bad, [], False
+
+    def start(self) -> _Fragile:
+        return _Fragile(self._bad)
+
+    def push(self, token: int) -> None:
+        self._text.append(token)
+        self._check()
+
+    def pop(self, n: int) -> None:
+        self._check()
+        del self._text[len(self._text) - n :]
+
+    def allowed(self) -> np.ndarray:
+        self._check()
+        return np.ones(VOCAB, bool)
+
+    def _check(self) -> None:
+        self._broken = self._broken or self._text[-2:] == [self._bad, self._bad] or sum(self._text) % 41 == 7
+        if self._broken:
+            raise UsageError("nothing can follow")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_grammar_that_ends_in_nothing_ends_alike_for_any_draft(temperature: float) -> None:
+    """Drafts that lead there do no harm; a text that does is given out up to there, then it fails."""
+    lengths = set()
+    for seed in range(30):
+        outcomes = set()
+        for draft_n in (0, 1, 4):
+            rng = np.random.default_rng(seed)
+            twist = lambda token, _: token if rng.random() < 0.7 else int(rng.integers(VOCAB))  # noqa: E731, B023
+            wanted = Adjustments(grammar=_Fragile(seed % VOCAB), logit_bias={END: -100, seed % 7: 1.0})
+            sampler = SequenceSampler(SamplingParams(temperature=temperature, seed=seed), wanted, PROMPT, VOCAB, (END,))
+            outcomes.add(until_it_fails(sampler, draft_n, ToyHead(twist)))
+        assert len(outcomes) == 1
+        lengths.add(len(outcomes.pop()))
+    assert len(lengths) > 5
+
+
+def until_it_fails(sampler: SequenceSampler, draft_n: int, head: ToyHead) -> tuple[int, ...]:
+    generation = Generation(
+        ToyTrunk(context_size=400),
+        head,
+        PROMPT,
+        sampler=sampler,
+        draft_sampler=sampler.draft,
+        controller=FixedDraft(draft_n),
+        max_tokens=-1,
+        end_token_ids=(END,),
+        context_size=400,
+        stats=SpecStats(),
+    )
+    text: list[int] = []
+    with pytest.raises(UsageError, match="nothing can follow"):
+        while True:
+            text += generation.step().tokens
+    return tuple(text)
 
 
 @pytest.mark.parametrize(
