@@ -15,7 +15,7 @@ TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test plugins engines test-gpu lint format export check bench clean
+.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench clean
 
 setup: $(VENV)/.installed
 
@@ -31,6 +31,13 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: setup  ## Generate with multi-token prediction from the tiny model.
 	$(BIN)/python -m runtime.generate $(MODEL) --prompt "$(PROMPT)"
+
+$(VENV)/.installed-serve: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[serve]'
+	touch $@
+
+serve: $(VENV)/.installed-serve  ## A server for OpenAI's clients; MODEL: the tiny model unless given.
+	$(BIN)/python -m runtime.serve $(MODEL)
 
 test: $(VENV)/.installed-test  ## All tests that need no GPU.
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -66,7 +66,7 @@ class ReplyListener:
             self.first_token_s = time.perf_counter() - self.began
         for i, token in enumerate(tokens):
             if self._sampler is not None:
-                self._waiting.append((self._num_decoded, self._sampler.logprobs[self._num_tokens]))
+                self._waiting.append((self._num_decoded, self._sampler.logprobs.pop(self._num_tokens)))
             self._num_tokens += 1
             text = self._decoder.push(token)
             self._num_decoded += len(text)
