@@ -7,6 +7,7 @@ what they hold when they are collected; all work goes through one stream, so mem
 from __future__ import annotations
 
 import ctypes
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -149,6 +150,17 @@ class Stream:
         if key not in self._graphs:
             self._graphs[key] = self._capture(work)
         _call("cudaGraphLaunch", self._graphs[key].handle, self._stream)
+
+    def time_replays(self, key: Hashable, work: Callable[[], None], repeats: int) -> list[float]:
+        """Milliseconds of each of ``repeats`` replays in a row, after one more that keeps the device busy meanwhile."""
+        events = [Event() for _ in range(repeats + 1)]
+        self.replay(key, work)
+        self.record(events[0])
+        for event in events[1:]:
+            self.replay(key, work)
+            self.record(event)
+        self.synchronize()
+        return [later.ms_since(earlier) for earlier, later in itertools.pairwise(events)]
 
     def _capture(self, work: Callable[[], None]) -> Graph:
         _call("cudaStreamBeginCapture", self._stream, _kind("cudaStreamCaptureMode", _RELAXED_CAPTURE))

@@ -28,6 +28,10 @@ class DeviceRows:
         address = self.address + first * self.width * _F32_BYTES
         return DeviceRows(address, max(0, last - first), self.width, self._owner)
 
+    def resized(self, count: int) -> DeviceRows:
+        """The rows from the first on, ``count`` of them."""
+        return DeviceRows(self.address, count, self.width, self._owner)
+
     @property
     def nbytes(self) -> int:
         return self.count * self.width * _F32_BYTES
@@ -54,6 +58,16 @@ class RowPool:
             self._stream.on_device(address, part.address, part.nbytes)
             address += part.nbytes
         return rows
+
+    def extended(self, kept: DeviceRows | None, rows: DeviceRows, capacity: int) -> DeviceRows:
+        """``kept``, which an earlier call with the same capacity returned, and a copy of ``rows`` behind it, in place
+        if there is room for so many rows; kept None: of ``rows`` alone."""
+        count = 0 if kept is None else len(kept)
+        block = self._take(capacity) if kept is None else kept
+        assert count + len(rows) <= capacity, (count, len(rows), capacity)
+        address = block.address + count * self._width * _F32_BYTES
+        self._stream.on_device(address, rows.address, rows.nbytes)
+        return block.resized(count + len(rows))
 
     def zeros(self) -> DeviceRows:
         """One row of zeros."""

@@ -57,6 +57,14 @@ class EngineLimits:
     draft_n: float = math.inf
 
 
+@dataclass(frozen=True)
+class PassCosts:
+    """Milliseconds of the parts of a round of n drafts, at place n: its verify pass of n + 1 rows, and drafting."""
+
+    verify_ms: tuple[float, ...]
+    draft_ms: tuple[float, ...]  # draft_ms[0] == 0
+
+
 class TrunkEngine(Protocol):
     """The trunk: prefill, and verify passes of 1..max_rows tokens that can be rolled back."""
 
@@ -104,6 +112,11 @@ class DraftEngine(Protocol):
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Concatenate hidden rows along axis 0; always a copy."""
+
+    def put_aside(self, kept: Any, rows: Any) -> Any:
+        """Hidden rows that wait for their turn: ``kept``, which the last call returned, with a copy of ``rows`` behind
+        it; kept None: of ``rows`` alone. Cheap, for it is done in every round without drafts. Up to prefill_chunk rows
+        and those of a pass; valid until the next call with None."""
 
 
 @runtime_checkable
@@ -158,3 +171,20 @@ class SharedDraft(DraftEngine, Protocol):
 
     def load(self, rows: Sequence[SavedState]) -> None:
         """Take up a sequence's rows, part by part. After `start`."""
+
+
+@runtime_checkable
+class TimedTrunk(TrunkEngine, Protocol):
+    """A trunk whose passes can be timed on the device alone."""
+
+    def time_verify(self, rows: int, repeats: int) -> list[float]:
+        """Milliseconds of each of ``repeats`` verify passes of ``rows`` rows at position 0, with token choice and the
+        copies of a few numbers to and from the device. Ends as after `start`."""
+
+
+@runtime_checkable
+class TimedDraft(DraftEngine, Protocol):
+    """A draft head whose drafts can be timed on the device alone."""
+
+    def time_draft(self, n: int, repeats: int) -> list[float]:
+        """Milliseconds of each of ``repeats`` times n drafts, as `TimedTrunk.time_verify`."""

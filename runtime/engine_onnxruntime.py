@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from engines.manifest import Geometry, Manifest
 from runtime.engine import Pass, Sampler, SavedState
-from runtime.onnx_session import KvCache, check_version, load_session, run_session
+from runtime.onnx_session import KvCache, RowStack, check_version, load_session, run_session
 
 PREFILL_CHUNK = 256
 
@@ -213,7 +213,7 @@ class OnnxDraftEngine:
         assert geometry.draft_layer is not None
         self.context_size = context_size
         self._session, self._geometry = session, geometry
-        self._cache = KvCache([geometry.draft_layer], geometry)
+        self._cache, self._aside = KvCache([geometry.draft_layer], geometry), RowStack(geometry.hidden_size)
         self._bindings: dict[int, tuple[Any, dict[str, np.ndarray]]] = {}
         self.start(lambda logits, positions: np.argmax(logits, axis=-1))
 
@@ -259,6 +259,9 @@ class OnnxDraftEngine:
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(list(parts), axis=0)
+
+    def put_aside(self, kept: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+        return self._aside.extended(kept, rows)
 
     def _step(self, tokens: Sequence[int], hidden: np.ndarray, position: int) -> np.ndarray:
         """Run the rows; logits and the returned hidden [1, D] are the last row's."""

@@ -19,17 +19,18 @@ class HeadQueue:
         self._engine = engine
         self._tokens: list[int] = []
         self._hidden: list[Any] = []
+        self._aside: Any = None  # the first of these, if it can be added to
 
     def start(self, sampler: Sampler, first_token: int) -> None:
         """Begin a new sequence."""
-        self._tokens, self._hidden = [], []
+        self._clear()
         if self._engine:
             self._engine.start(sampler)
             self.take([first_token], self._engine.zero_hidden())
 
     def resume(self, next_token: int, hidden: Any) -> None:
         """The engine holds the rows of a sequence up to here; hidden [1, D]: of the position before ``next_token``."""
-        self._tokens, self._hidden = [], []
+        self._clear()
         self.take([next_token], hidden)
 
     def last_hidden(self) -> Any:
@@ -53,7 +54,7 @@ class HeadQueue:
             piece = slice(first, min(first + self._engine.prefill_chunk, n))
             self._engine.prefill(self._tokens[piece], hidden[piece])
         # The rows of a pass last until the next one, a copy stays.
-        self._tokens, self._hidden = self._tokens[n:], [self._engine.join([hidden[n:]])]
+        self._tokens, self._hidden, self._aside = self._tokens[n:], [self._engine.join([hidden[n:]])], None
 
     def draft_and_verify(
         self, trunk: TrunkEngine, last: int, n: int, began: float, clock: Callable[[], float]
@@ -65,7 +66,7 @@ class HeadQueue:
         if n and isinstance(self._engine, RoundEngine) and n_queued <= self._engine.prefill_chunk:
             both = self._engine.draft_and_verify(trunk, self._tokens, self._joined(), n)
             if both is not None:
-                self._tokens, self._hidden = [], []
+                self._clear()
                 draft_ms = both.draft_share * 1000.0 * (clock() - began)
                 return [int(token) for token in both.drafts], n_queued, both.result, draft_ms
         drafts, n_rows = self.draft(n)
@@ -83,12 +84,22 @@ class HeadQueue:
         if n_queued > self._engine.prefill_chunk:
             self.feed(keep=1)
         if n == 0:
-            self._hidden[-1:] = [self._engine.join(self._hidden[-1:])]
+            self._put_aside()
             return [], n_queued - len(self._tokens)
         drafts = self._engine.draft(self._tokens, self._joined(), n)
         assert len(drafts) == n, f"asked for {n} drafts, got {len(drafts)}"
-        self._tokens, self._hidden = [], []
+        self._clear()
         return [int(token) for token in drafts], n_queued
+
+    def _put_aside(self) -> None:
+        """Keep the rows of the last pass beyond the next one."""
+        assert self._engine is not None
+        for rows in self._hidden if self._aside is None else self._hidden[1:]:
+            self._aside = self._engine.put_aside(self._aside, rows)
+        self._hidden = [self._aside]
+
+    def _clear(self) -> None:
+        self._tokens, self._hidden, self._aside = [], [], None
 
     def _joined(self) -> Any:
         assert self._engine is not None

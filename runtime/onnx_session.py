@@ -110,3 +110,21 @@ class KvCache:
         for name, value in self.values.items():
             binding.bind_ortvalue_input(name, value)
             binding.bind_ortvalue_output(f"{name}.out", value)
+
+
+class RowStack:
+    """Rows [n, width] f32 that are added to one end of an array with room for more."""
+
+    def __init__(self, width: int) -> None:
+        self._rows = np.empty((0, width), np.float32)
+
+    def extended(self, kept: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+        """``kept``, which the last call returned (None: nothing), and a copy of ``rows`` behind it."""
+        first = 0 if kept is None else len(kept)
+        last = first + len(rows)
+        if last > len(self._rows):
+            longer = np.empty((2 * last, rows.shape[1]), np.float32)
+            longer[:first] = self._rows[:first]
+            self._rows = longer
+        self._rows[first:last] = rows
+        return self._rows[:last]

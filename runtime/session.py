@@ -13,6 +13,7 @@ from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
 from runtime.controller import AdaptiveDraft, Controller, FixedDraft
 from runtime.engine import DraftEngine, EngineLimits, Sampler, TrunkEngine
+from runtime.pass_costs import measure_pass_costs
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
 from runtime.tokenizer import Tokenizer
@@ -129,7 +130,9 @@ def open_session(
         max_rows=draft_n_max + 1,
         draft=spec.wants_draft and manifest.has_draft,
     )
-    adaptive = spec.spec_type == "auto" and draft is not None
+    controller: Controller = FixedDraft(draft_n_max)
+    if spec.spec_type == "auto" and draft is not None:
+        controller = AdaptiveDraft(draft_n_max, measure_pass_costs(trunk, draft, draft_n_max))
     return Session(
         folder=folder,
         manifest=manifest,
@@ -139,7 +142,7 @@ def open_session(
         trunk=trunk,
         draft=draft,
         tokenizer=Tokenizer(folder, manifest.tokenizer),
-        controller=AdaptiveDraft(draft_n_max) if adaptive else FixedDraft(draft_n_max),
+        controller=controller,
     )
 
 

@@ -110,6 +110,17 @@ class TensorrtDraft:
     def join(self, parts: Sequence[DeviceRows]) -> DeviceRows:
         return self._pool.joined(parts)
 
+    def put_aside(self, kept: DeviceRows | None, rows: DeviceRows) -> DeviceRows:
+        return self._pool.extended(kept, rows, capacity=self.prefill_chunk + self._num_rows)
+
+    def time_draft(self, n: int, repeats: int) -> list[float]:
+        self.start(GREEDY)
+        self._write([0])
+        self._shared.stream.clear(self._taken.address, self._row_nbytes)
+        times = self._shared.stream.time_replays(("draft", 1, n), lambda: self._whole_draft(1, n), repeats)
+        self.start(GREEDY)
+        return times
+
     def warm_up(self) -> None:
         """Run every size of pass once (see `TensorrtTrunk.warm_up`)."""
         rows = self._pool.joined([self.zero_hidden()] * self.prefill_chunk)

@@ -150,6 +150,13 @@ class TensorrtTrunk:
         self._pending = count
         return Pass(choices, self._hidden[:count])
 
+    def time_verify(self, rows: int, repeats: int) -> list[float]:
+        self.start(GREEDY)
+        self.prepare_verify([0] * rows)
+        times = self._shared.stream.time_replays(("verify", rows), lambda: self._whole_verify(rows), repeats)
+        self.start(GREEDY)
+        return times
+
     def state(self) -> dict[str, np.ndarray]:
         """Copies of everything the committed tokens left behind, named and shaped as the canonical graph's state:
         GDN state, conv window, KV rows below ``position`` (as they are kept: float16, or int8 with their scales)."""

@@ -165,6 +165,11 @@ class ToyHead:
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(list(parts))
 
+    def put_aside(self, kept: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
+        assert kept is None or kept is self._aside, "only what the last call returned can be added to"
+        self._aside = rows.copy() if kept is None else np.concatenate([kept, rows])
+        return self._aside
+
     def check_rows(self, sequence: Sequence[int]) -> None:
         """Every row taken holds the sequence's token and the trunk's true hidden of the position before."""
         assert [token for token, _ in self.rows] == list(sequence[: len(self.rows)])
