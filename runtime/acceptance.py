@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
-# Before anything is known, and how many observations that guess weighs. For a later draft, the one before it is the guess.
+# Before anything is known, and how many observations that guess weighs.
 _PRIOR_RATE = 0.65
 _PRIOR_WEIGHT = 2.5
+# For a later draft the rate of the one before it is the guess, and weighs more.
+_CHAIN_WEIGHT = 8.0
 # About so many of a draft's last observations count: for what is believed, and for noticing that it has changed.
 _LONG_KEEP = 1.0 - 1.0 / 160.0
 _SHORT_KEEP = 1.0 - 1.0 / 12.0
@@ -14,6 +16,7 @@ _SHORT_KEEP = 1.0 - 1.0 / 12.0
 _CHANGE_ODDS = 4.5
 # What is known of a draft that is no longer made is forgotten over about so many rounds.
 _IDLE_ROUNDS = 60.0
+_LONGEST_IDLE = 1000
 # No more observations than this are carried into a new text.
 _NEW_TEXT_WEIGHT = 12.0
 
@@ -28,6 +31,7 @@ class AcceptanceRates:
     def __init__(self, max_n: int) -> None:
         # Fading counts by draft: [offered, accepted] of the long memory, [offered, accepted] of the short one.
         self._counts = [[0.0] * 4 for _ in range(max_n)]
+        self._guess_weights = [_PRIOR_WEIGHT, *[_CHAIN_WEIGHT] * (max_n - 1)]
         self._made = [0] * max_n  # the round in which each draft was last made
         self._round = 0
         self._odds = 1.0  # how many times as well the short memory has predicted, never below 1
@@ -43,17 +47,15 @@ class AcceptanceRates:
     def rates(self) -> list[float]:
         """Expected now, of all drafts; between 0 and 1, both excluded."""
         rate, rates = _PRIOR_RATE, []
-        for made, (offered, accepted, _, _) in zip(self._made, self._counts, strict=True):
-            if made == self._round:
-                rate = (accepted + _PRIOR_WEIGHT * rate) / (offered + _PRIOR_WEIGHT)
-            else:
-                weight = math.exp((made - self._round) / _IDLE_ROUNDS)
-                rate = (weight * accepted + _PRIOR_WEIGHT * rate) / (weight * offered + _PRIOR_WEIGHT)
+        for made, guess, (offered, accepted, _, _) in zip(self._made, self._guess_weights, self._counts, strict=True):
+            if made != self._round:
+                guess *= math.exp(min(self._round - made, _LONGEST_IDLE) / _IDLE_ROUNDS)
+            rate = (accepted + guess * rate) / (offered + guess)
             rates.append(rate)
         return rates
 
     def observe(self, n: int, n_accept: int) -> None:
-        """A round made n drafts, of which the first n_accept were accepted. One call a round: no time for more calls."""
+        """A round made n drafts, of which the first n_accept were accepted."""
         before = self._round
         self._round += 1
         if n == 0:
@@ -66,9 +68,10 @@ class AcceptanceRates:
             self._made[i] = self._round
             if i > n_accept:
                 continue
+            guess = self._guess_weights[i]
             offered, accepted, lately_offered, lately_accepted = counts
-            believed = (accepted + _PRIOR_WEIGHT * believed) / (offered + _PRIOR_WEIGHT)
-            suspected = (lately_accepted + _PRIOR_WEIGHT * suspected) / (lately_offered + _PRIOR_WEIGHT)
+            believed = (accepted + guess * believed) / (offered + guess)
+            suspected = (lately_accepted + guess * suspected) / (lately_offered + guess)
             right = i < n_accept
             self._odds *= suspected / believed if right else (1.0 - suspected) / (1.0 - believed)
             counts[0] = offered * _LONG_KEEP + 1.0

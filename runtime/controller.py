@@ -14,13 +14,21 @@ from runtime.acceptance import AcceptanceRates
 from runtime.engine import PassCosts
 from runtime.round_costs import RoundCosts
 
-# Without a profile of costs, the first rounds measure what one draft and none cost, twice each.
+# Without a profile of costs, the first rounds measure what one draft and none cost, twice each, and one draft again
+# while it seems dearer than any machine makes it: so many plain steps.
 _OPENING = (1, 0, 1, 0)
+_IMPLAUSIBLE_COST = 2.0
+_MOST_OPENING_ROUNDS = 8
+# Then, while drafting is on, a neighbour of the best depth, or none, is measured again: after so many rounds at first,
+# later after so many.
+_FIRST_LOOK = 16
+_LATEST_LOOK = 256
 # While drafting is off: the share of the time that trials may take if all their drafts are refused.
 _TRIAL_SHARE = 0.006
-# Plain steps that drafting must have gained for trials to begin soon after it was switched off, and how soon, in rounds.
-_WORTH_A_LOOK = 1.0
-_FIRST_GAP = 4
+# When drafting has been switched off, trials come sooner at first: after so many rounds where drafting had gained at
+# least a plain step, and where a perfect head would make decoding so many times as fast.
+_GAP_AFTER_GAIN = 4
+_GAP_OF_PROMISE, _PROMISE = 20, 1.25
 # Gains are counted up to so many plain steps.
 _MOST_GAIN = 20.0
 
@@ -76,8 +84,8 @@ class AdaptiveDraft:
 
     Where the best n is 0, drafting is off and a round of trial is made now and then, so rarely that trials take a small
     share of the time even if every draft is refused; what the head takes to catch up counts. Trials follow each other
-    while their drafts are accepted, and drafting is on again once it is expected to pay. After drafting that gained
-    time, the first trials come soon: at gaps that double. A new text begins with a trial, for the head is level then.
+    while their drafts are accepted, and drafting is on again once it is expected to pay. The first trials come sooner,
+    at gaps that double. A new text begins with a trial, for the head is level then.
     """
 
     def __init__(self, max_n: int, costs: PassCosts | None = None) -> None:
@@ -89,6 +97,9 @@ class AdaptiveDraft:
         self._costs = RoundCosts(max_n, costs)
         self._opening = [] if costs else list(reversed(_OPENING))
         self._rounds = 0
+        self._seen = [0] * (max_n + 1)  # the round in which each depth was last used
+        self._look_gap = _FIRST_LOOK  # rounds to the next measurement of another depth
+        self._look_at = math.inf if costs else _FIRST_LOOK
         self._gain = 0.0  # by drafting since it was last switched on, in plain steps, 0.._MOST_GAIN
         self._is_off = False
         self._trial_at = 0  # the round of the next trial
@@ -115,9 +126,13 @@ class AdaptiveDraft:
             self._trial_n = drafting
             return drafting
         self._is_off = not pays
+        if pays and self._rounds >= self._look_at:
+            self._look_gap = min(2 * self._look_gap, _LATEST_LOOK)
+            self._look_at = self._rounds + self._look_gap
+            return min({0, drafting - 1, min(drafting + 1, limit)} - {drafting}, key=self._seen.__getitem__)
         if pays:
             return drafting if per_token[drafting] < per_token[0] else 0
-        self._trial_gap = _FIRST_GAP if self._gain > _WORTH_A_LOOK else math.inf
+        self._trial_gap = self._first_gap(drafting)
         self._gain, self._is_hopeful = 0.0, False
         self._plan_trial(drafting)
         return 0
@@ -125,14 +140,18 @@ class AdaptiveDraft:
     def observe(self, done: Round) -> None:
         n, costs = done.draft_n, self._costs
         caught_up = done.n_rows > self._max_n + 1
-        if n and caught_up:
-            self._catch_up = costs.excess(n, done.draft_ms)
+        if n and caught_up:  # one that was held up must not put off the next trial for long
+            most = 2 * self._catch_up + costs.by_draft_n()[0]
+            self._catch_up = min(costs.excess(n, done.draft_ms), most)
         costs.add(n, done.draft_ms, done.verify_ms, caught_up)
         self._rounds += 1
+        self._seen[n] = self._rounds
+        by_n = costs.by_draft_n()
         if self._opening:
             self._opening.pop()
+            if not self._opening and by_n[1] > _IMPLAUSIBLE_COST * by_n[0] and self._rounds < _MOST_OPENING_ROUNDS:
+                self._opening.append(1)
         elif n:
-            by_n = costs.by_draft_n()
             gain = self._gain + done.n_accept + 1 - (by_n[n] / by_n[0] if by_n[0] else 1.0)
             self._gain = min(max(gain, 0.0), _MOST_GAIN)
         self._acceptance.observe(n, done.n_accept)
@@ -154,9 +173,16 @@ class AdaptiveDraft:
             per_token.append(cost / tokens)
         return per_token
 
+    def _first_gap(self, n: int) -> float:
+        """Rounds to the first trial, of n drafts, or more if the share of time asks for it."""
+        if self._gain > 1.0:
+            return _GAP_AFTER_GAIN
+        costs = self._costs.by_draft_n()
+        return _GAP_OF_PROMISE if (n + 1) * costs[0] > _PROMISE * costs[n] else math.inf
+
     def _plan_trial(self, n: int) -> None:
         """The next one, of n drafts or about as many."""
         costs = self._costs.by_draft_n()
         loss = (costs[n] + self._catch_up) / costs[0] - 1.0 if costs[0] else 0.0
-        self._trial_at = self._rounds + int(min(self._trial_gap, max(_FIRST_GAP, loss / _TRIAL_SHARE)))
+        self._trial_at = self._rounds + int(min(self._trial_gap, max(_GAP_AFTER_GAIN, loss / _TRIAL_SHARE)))
         self._trial_gap *= 2

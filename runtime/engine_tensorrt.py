@@ -80,7 +80,7 @@ def engine_limits(folder: Path) -> EngineLimits:
 def memory_plan(engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession]) -> MemoryPlan:
     """What opened sessions will need, before it is taken."""
     options = engines.options
-    rows = 2 * options.prefill_chunk + 4 * options.max_rows
+    rows = 3 * options.prefill_chunk + 5 * options.max_rows
     buffers = (rows * geometry.hidden_size + (options.max_rows + 1) * geometry.vocab_size) * _F32_BYTES
     activations = max(session.activation_nbytes for session in sessions.values())
     return plan_memory(engines, sessions, activations, buffers)

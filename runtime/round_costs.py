@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from runtime.engine import PassCosts
 
-# Rounds over which the machine's speed is averaged, and the cost of one size against that speed.
-_LEVEL_ROUNDS = 16.0
+# How far a round moves what is known of the machine's speed, be it a little slower than expected or much.
+_LEVEL_STEP = 1.002
+# Rounds over which the cost of one size against that speed is averaged.
 _SIZE_ROUNDS = 32
 # How many measurements a cost that was measured beforehand weighs.
-_PROFILE_WEIGHT = 8
-# A single measurement moves a known cost as if it had been this many times the cost at the most, at the least.
-_GREATEST_SURPRISE, _LEAST_SURPRISE = 1.25, 0.5
+_PROFILE_WEIGHT = 3
+# Of the first measurements of a size the least counts: they pay set-up, and delays only add.
+_FIRST_MEASUREMENTS = 3
+# A single measurement moves a known cost as if it had been so many times the cost, or one in so many, at the most.
+_GREATEST_SURPRISE = 1.25
 # Growth of costs past the greatest known size, against that below it: low, so that a promising size is soon known.
 _BOLD_GROWTH = 0.5
 # Rounds between two looks at costs that change slowly.
@@ -46,28 +51,26 @@ class RoundCosts:
         return max(0.0, draft_ms / self._level - known) if known else 0.0
 
     def add(self, n: int, draft_ms: float, verify_ms: float, caught_up: bool) -> None:
-        """A round as measured. caught_up: the head took many rows on the way, so draft_ms is not of the drafts alone."""
+        """A round as measured. caught_up: the head took many rows on the way, which is in draft_ms, too."""
         known = self._verify.own[n] * self._level
         if known:
-            self._level *= 1.0 + (min(2.0, max(0.5, verify_ms / known)) - 1.0) / _LEVEL_ROUNDS
-        level = max(self._level, 1e-12)
-        is_new = self._verify.add(n, verify_ms / level)
+            self._level *= _LEVEL_STEP if verify_ms > known else 1.0 / _LEVEL_STEP
+        is_new = self._verify.add(n, verify_ms / self._level)
         if n and not (caught_up and self._draft.own[n]):
-            is_new |= self._draft.add(n, draft_ms / level)
+            is_new |= self._draft.add(n, draft_ms / self._level)
         self._num_rounds += 1
         if is_new or self._num_rounds % _REFRESH_ROUNDS == 0:
             self._costs = []
 
 
 class _SizeCosts:
-    """Costs by size. The first measurement of a size pays set-up: the lesser of the first two counts.
-
-    Without a profile, a size met less than three times is believed no dearer than the line through others says."""
+    """Costs by size. Without a profile, a size met less than three times is believed no dearer than the line through
+    others says."""
 
     def __init__(self, sizes: int, profile: tuple[float, ...] | None, free_first: bool = False) -> None:
         self.own = list(profile[:sizes]) if profile else [0.0] * sizes  # 0: not known
         self._count = [_PROFILE_WEIGHT if profile else 0] * sizes
-        self._is_first_free = free_first
+        self._has_profile, self._is_first_free = profile is not None, free_first
         if free_first:
             self._count[0] = _PROFILE_WEIGHT
 
@@ -75,21 +78,22 @@ class _SizeCosts:
         """Whether the size was hardly known before."""
         met = self._count[size]
         self._count[size] = min(met + 1, _SIZE_ROUNDS)
-        if met < 2:
-            self.own[size] = cost if met == 0 else min(cost, self.own[size])
-            return True
         own = self.own[size]
-        cost = min(max(cost, _LEAST_SURPRISE * own), _GREATEST_SURPRISE * own)
+        if met < _FIRST_MEASUREMENTS:
+            self.own[size] = cost if met == 0 else min(cost, own)
+            return True
+        cost = min(max(cost, own / _GREATEST_SURPRISE), _GREATEST_SURPRISE * own)
         self.own[size] = own + (cost - own) / self._count[size]
-        return met < 4
+        return met == _FIRST_MEASUREMENTS
 
     def all(self) -> list[float]:
-        """Of every size. More work never takes less time: no size costs more than a greater one."""
+        """Of every size. More work never takes less time. Where two measurements say so, they are wrong by a delay, and
+        the lesser one counts; where a profile does, it was made in other conditions, and the greater one counts."""
+        if self._has_profile:
+            return list(accumulate(self.own, max))
         known = [size for size, count in enumerate(self._count) if count]
         costs = [self._estimate(size, known) for size in range(len(self.own))]
-        for size in reversed(range(len(costs) - 1)):
-            costs[size] = min(costs[size], costs[size + 1])
-        return costs
+        return list(accumulate(reversed(costs), min))[::-1]
 
     def _estimate(self, size: int, known: list[int]) -> float:
         count = self._count[size]

@@ -12,6 +12,7 @@ from engines.errors import EngineError, NumericError
 from runtime.controller import FixedDraft
 from runtime.engine import Sampler
 from runtime.engine_tensorrt import open_engines
+from runtime.pass_costs import measure_pass_costs
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
 from runtime.tensorrt_draft import TensorrtDraft
@@ -149,6 +150,49 @@ def test_joined_rows_outlive_the_next_pass(engines: Engines) -> None:
     trunk.commit(1)
     trunk.verify(PROMPT[1:4])
     assert np.array_equal(hidden.read(trunk._shared.stream), before)
+
+
+def test_rows_put_aside_outlive_the_next_passes(engines: Engines) -> None:
+    trunk, draft = engines
+    trunk.start(GREEDY)
+    kept, wanted = None, []
+    for i in range(CHUNK):
+        hidden = trunk.verify([PROMPT[i]]).hidden
+        wanted.append(hidden.read(trunk._shared.stream))
+        kept = draft.put_aside(kept, hidden)
+        trunk.commit(1)
+    again = draft.put_aside(None, draft.zero_hidden())
+    assert np.array_equal(kept.read(trunk._shared.stream), np.concatenate(wanted))
+    assert not again.read(trunk._shared.stream).any()
+
+
+def test_a_round_without_drafts_costs_the_head_one_copy(engines: Engines, gpu: FakeGpu) -> None:
+    run(*engines, GREEDY, 0)
+    copies, rounds = [], []
+    for n_tokens in (2, 2 + CHUNK // 2):
+        before = gpu.cuda.calls["cudaMemcpyAsync"]
+        _, stats = run(*engines, GREEDY, 0, max_tokens=n_tokens)
+        copies.append(gpu.cuda.calls["cudaMemcpyAsync"] - before)
+        rounds.append(stats.verify_steps)
+    assert copies[1] - copies[0] == rounds[1] - rounds[0]
+
+
+def test_passes_timed_beforehand(engines: Engines) -> None:
+    """Every size, and nothing stays behind."""
+    trunk, draft = engines
+    trunk.start(SAMPLERS["temperature"])
+    trunk.prefill(PROMPT[:5])
+    costs = measure_pass_costs(trunk, draft, MAX_ROWS - 1)
+    assert costs is not None
+    assert len(costs.verify_ms) == len(costs.draft_ms) == MAX_ROWS
+    assert min(costs.verify_ms) > 0 and costs.draft_ms[0] == 0 and min(costs.draft_ms[1:]) > 0
+    assert trunk.position == draft.position == 0
+    assert len(trunk.time_verify(2, 5)) == len(draft.time_draft(2, 5)) == 5
+    assert run(*engines, GREEDY, 2)[0] == plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)[0]
+
+
+def test_engines_that_cannot_be_timed_have_no_costs_beforehand() -> None:
+    assert measure_pass_costs(ToyTrunk(), ToyHead(), 3) is None
 
 
 def test_without_a_draft_engine(gpu: FakeGpu, folder: Path) -> None:
