@@ -291,8 +291,6 @@ bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits&
 cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,
                           const DeviceLimits& limits, cudaStream_t stream) {
     const int type = m.matrix[first].type, groups = ceil_div(m.t, kGroupTokens);
-    if (kquant_streams(m, first, count, limits))
-        return kquant_stream(m, first, count, quantized, decode_quantizes_itself(m, type, limits), limits, stream);
     const Plan plan = plan_for(type, m.k / kSUPER, groups, limits);
     DecodeParams p = {};
     for (int i = 0; i < count; ++i) {

@@ -35,7 +35,20 @@ struct Consumer {
     // factor: valid after the next consumers_sync.
     __device__ __forceinline__ void prepare(const Phase& f, const RowSource& from, GridBarrier& grid, bool first) {
         if constexpr (ONE) {
-            quantize_own(f, from, first);
+            float4 next[2];
+            if (warp < f.supers) request_values(from, 0, warp, lane, next);
+            if (first && lane == 0) {
+                asm volatile("" ::"f"(next[1].w) : "memory");  // not before they are here
+                mbarrier_arrive(&s.go);
+            }
+#pragma unroll 1
+            for (int sb = warp; sb < f.supers; sb += kWARPS) {
+                float4 v[2] = {next[0], next[1]};
+                if (sb + kWARPS < f.supers) request_values(from, 0, sb + kWARPS, lane, next);
+                const float sum = quantize_slot(p, from, sb, slots[sb], lane, v);
+                if (lane == 0 && from.norm) s.squares[sb] = sum;
+            }
+            consumers_sync();
         } else {
             quantize_shared<NT>(p, from, f.supers, warp, lane);
             grid.sync();
@@ -51,29 +64,6 @@ struct Consumer {
             for (int d = 1; d < 32; d <<= 1) total = __fadd_rn(total, __shfl_xor_sync(~0u, total, d));
         }
         if (lane == 0) s.factor[warp] = from.norm ? rms_factor(total, f.supers * kSUPER, p.eps) : 1.0f;
-    }
-    // One token: every block quantises all of its row. go: once the first values are here.
-    __device__ __forceinline__ void quantize_own(const Phase& f, const RowSource& from, bool go) {
-        float4 next[2];
-        if (warp < f.supers) request_values(from, 0, warp, lane, next);
-        if (go && lane == 0) {
-            asm volatile("" ::"f"(next[1].w) : "memory");  // not before they are here
-            mbarrier_arrive(&s.go);
-        }
-#pragma unroll 1
-        for (int sb = warp; sb < f.supers; sb += kWARPS) {
-            float4 v[2] = {next[0], next[1]};
-            if (sb + kWARPS < f.supers) request_values(from, 0, sb + kWARPS, lane, next);
-            const float sum = quantize_slot(p, from, sb, slots[sb], lane, v);
-            if (lane == 0 && from.norm) s.squares[sb] = sum;
-        }
-        consumers_sync();
-    }
-    // Rows that an earlier launch has quantised.
-    __device__ __forceinline__ void take_quantized(const Phase& f) {
-        if (f.chunks == 1 && warp < f.supers) load_chunk(warp);
-        const int token = threadIdx.x;
-        if (token < NT * kGroupTokens) s.factor[token] = __ldcg(p.shared.factor + min(token, p.t - 1));
     }
 
     __device__ __forceinline__ void prefetch_norm() {

@@ -1,10 +1,59 @@
 // A decoder layer in one persistent launch, up to 8 tokens (see layer_decode.cuh).
-#include "persistent.cuh"
+#include "layer_consumer.cuh"
 
 namespace nextn {
 namespace {
 
+// A block gets 640 x 96 registers, given out to groups of four warps: the producer has a group of its own and passes most
+// of its share on (24 + 4 x 112 <= 5 x 96).
+constexpr int kPRODUCERS = 128;
+__device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#endif
+}
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#endif
+}
+
 constexpr int kMAX_SUPERS = kWARPS, kMAX_DOWN_CHUNKS = 4;
+
+// Stages under way at most, about what the memory needs to be busy: with more, everything else that the block reads or
+// writes queues up behind them.
+constexpr int kIN_FLIGHT = 2;
+
+template <int NT>
+__device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s, uint8_t* ring, int lane) {
+    RingPosition at, landed;  // landed: kIN_FLIGHT stages behind
+    const int grid = gridDim.x;
+    int issued = 0;
+    for (int k = p.first; k <= p.last; ++k) {
+        const Phase& f = p.phase[k];
+        const int wide = min(kWARPS, f.supers);
+        for (int i = 0; i < f.segments; ++i) {
+            const Segment& g = f.segment[i];
+            const int size = super_bytes(g.type), stride = stage_row(g.type, wide);
+            for (int u = first_tile(g); u < g.tiles; u += grid) {
+                const int64_t row = min(u * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
+                for (int part = 0; part < (g.second ? 2 : 1); ++part)
+                    for (int c = 0; c < f.chunks; ++c) {
+                        if (issued++ >= kIN_FLIGHT) {
+                            mbarrier_wait(s.full + landed.stage, landed.phase);
+                            landed.next(p.stages);
+                        }
+                        mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
+                        if (lane < kTILE_ROWS)
+                            produce_row((part ? g.second : g.weight) + row + c * kWARPS * size,
+                                        ring + at.stage * p.stage_bytes + lane * stride,
+                                        min(kWARPS, f.supers - c * kWARPS) * size, s.full + at.stage);
+                        at.next(p.stages);
+                    }
+            }
+        }
+    }
+}
 
 // -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier word (tests.bench.layers reads it).
 __device__ __forceinline__ void trace([[maybe_unused]] const LayerParams& p, [[maybe_unused]] int point) {
@@ -19,8 +68,26 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
     extern __shared__ __align__(128) uint8_t ring[];
     uint8_t* scratch = ring + p.stages * p.stage_bytes;
     __shared__ LayerShared<NT> s;
-    if (!enter(p, s, ring)) return;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < p.stages; ++i) {
+            mbarrier_init(s.full + i, kTILE_ROWS);
+            mbarrier_init(s.empty + i, kWARPS);
+        }
+        mbarrier_init(&s.go, kWARPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (warp >= kWARPS) {
+        give_registers();
+        if (warp == kWARPS) {
+            mbarrier_wait(&s.go, 0);  // what the consumers need first would queue up behind the weights
+            produce(p, s, ring, lane);
+        }
+        return;
+    }
+    take_registers();
     trace(p, 0);
     wait_for_predecessor();
     trace(p, 1);
@@ -52,11 +119,41 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
 #endif
 }
 
+Phase phase_of(int k, const NextnLayerMatrix* matrices, int count, float* y, int64_t ldy, int blocks) {
+    Phase f = {};
+    f.supers = k / kSUPER;
+    f.chunks = ceil_div(f.supers, kWARPS);
+    f.segments = count;
+    f.ldy = ldy;
+    int before = 0;
+    for (int i = 0; i < count; ++i) {
+        const NextnLayerMatrix& m = matrices[i];
+        f.segment[i] = {static_cast<const uint8_t*>(m.weight), nullptr, y, m.type, m.n, ceil_div(m.n, kTILE_ROWS),
+                        before % blocks};
+        before += f.segment[i].tiles;
+        y += m.n;
+    }
+    return f;
+}
+
 template <bool ONE, int NT>
 cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream_t stream) {
+    int stage = 0;
+    for (int k = p.first; k <= p.last; ++k)
+        for (int i = 0; i < p.phase[k].segments; ++i)
+            stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
     const size_t slots = ONE ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
     const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared) : 0);
-    return launch_persistent<NT>(layer_kernel<ONE, NT>, p, scratch, limits, pdl, stream);
+    const size_t room = limits.smem_per_block - sizeof(LayerShared<NT>) - 1024 - round_up(scratch, 128);
+    p.stage_bytes = static_cast<int>(round_up(stage, 128));
+    p.stages = static_cast<int>(min(room / p.stage_bytes, static_cast<size_t>(kMAX_STAGES)));
+    if (p.stages < 2) return cudaErrorInvalidValue;
+    Launch l;
+    l.grid = dim3(limits.sm_count);
+    l.block = dim3(kTHREADS + kPRODUCERS);
+    l.smem = max(static_cast<size_t>(p.stages) * p.stage_bytes + round_up(scratch, 128), one_block_per_sm(limits, 0));
+    l.pdl = pdl;
+    return launch(l, stream, layer_kernel<ONE, NT>, p);
 }
 
 bool takes(const NextnLayerMatrix& m, int k, int most) {
@@ -68,8 +165,10 @@ bool takes(const NextnLayerMatrix& m, int k, int most) {
 LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits) {
     const int mixer = has_attention(p) ? p.attention.heads * p.attention.head_dim
                                        : p.delta_net.v_heads * p.delta_net.head_dim;
-    if (p.t > NEXTN_MAX_DECODE_T || !runs_persistent(limits) || (p.flags & NEXTN_LAYER_SEPARATE) || p.d < kMAX_SUPERS / 2 * kSUPER || !takes(p.output, mixer, kMAX_SUPERS) ||
-        !takes(p.gate, p.d, kMAX_SUPERS) || !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
+    if (p.t > NEXTN_MAX_DECODE_T || limits.capability < 90 || limits.smem_per_block < 220 * 1024 ||
+        (p.flags & NEXTN_LAYER_SEPARATE) || p.d < kMAX_SUPERS / 2 * kSUPER || !takes(p.output, mixer, kMAX_SUPERS) ||
+        !takes(p.gate, p.d, kMAX_SUPERS) ||
+        !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
         return LayerFusion::kNONE;
     const NextnGatedDeltaNet& g = p.delta_net;
     for (int i = 0; i < p.inputs; ++i)

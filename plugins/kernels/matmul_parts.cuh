@@ -22,10 +22,6 @@ cudaError_t quantize_rows(const NextnMatmul& m, const MatmulWorkspace& w, cudaSt
 bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits& limits);
 cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,
                           const DeviceLimits& limits, cudaStream_t stream);
-// The same for large matrices, where the device has what it needs. own: x is quantised in the launch (one token).
-bool kquant_streams(const NextnMatmul& m, int first, int count, const DeviceLimits& limits);
-cudaError_t kquant_stream(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized, bool own,
-                          const DeviceLimits& limits, cudaStream_t stream);
 cudaError_t dense_rows(const NextnMatmul& m, int first, int count, const float* x, int64_t ldx, cudaStream_t stream);
 
 // Prefill, K-quants.
