@@ -140,6 +140,24 @@ def test_real_shapes(rng: np.random.Generator, name: str, n: int, k: int, t: int
     assert relative(y, weights.times(x.astype(np.float64))) < error_bound(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "k"), [("Q4_K", 2048), ("Q5_K", 4096), ("Q6_K", 4096), ("Q4_K", 8192), ("Q6_K", 6144)]
+)
+@pytest.mark.parametrize("swiglu", [False, True], ids=["", "swiglu"])
+def test_large_matrices(rng: np.random.Generator, name: str, k: int, swiglu: bool) -> None:
+    """An LM head, say: every block has many tiles. Rows of the last tile are short."""
+    n = 17001
+    x, norm = activations(rng, 8, k), rng.uniform(0.5, 1.5, k).astype(np.float32)
+    rows = kquant.random_rows(rng, name, 64, k)
+    weights = [Weights(name, np.tile(rows, (n // 64 + 1, 1))[:n], k) for _ in range(1 + swiglu)]
+    singles = [matmul(x[i : i + 1], weights, norm=norm, swiglu=swiglu, pad=3, flags=1)[0][0] for i in range(8)]
+    want = weights[0].times(rms_norm(x.astype(np.float64), norm.astype(np.float64)))
+    assert relative(np.stack(singles), silu(want) * want if swiglu else want) < 3 * error_bound(name, k)
+    for t in range(2, 9):
+        (y,) = matmul(x[:t], weights, norm=norm, swiglu=swiglu, pad=3, flags=1)
+        assert np.array_equal(y, np.stack(singles[:t])), f"T={t} rounds differently from T=1"
+
+
 @pytest.mark.parametrize("t", [1, 3, 8, 9, 40])
 def test_norm_and_several_matrices_of_mixed_types(rng: np.random.Generator, t: int) -> None:
     k = 1024
