@@ -24,8 +24,8 @@ KNOWING = """\
 {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
 {{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' and m.reasoning_content is defined and loop.last %}{{- '<think>\\n' + m.reasoning_content }}
-{{- '\\n</think>\\n\\n' }}{%- endif %}{{- m.content }}
+{%- if m.role == 'assistant' and m.reasoning_content is defined and loop.last %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}{{- m.content }}
 {%- for call in m.tool_calls or [] %}{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
 {%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\\n' }}
 {{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}{%- endfor %}
