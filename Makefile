@@ -4,6 +4,8 @@ VENV ?= .venv
 MODEL ?= tests/model/tiny-qwen35-mtp-Q4_K_M.gguf
 PROMPT ?= Explain itertools.chain.
 OUT ?= engines/built/$(basename $(notdir $(MODEL)))
+# Of `make engines` and `make export`, for cheaper drafts: DRAFT_HEAD="--draft-head-rows 65536 --draft-head-type q4_k"
+DRAFT_HEAD ?=
 # On compute capability 9.0 (H100, H200): TENSORRT=tensorrt-rtx-cu13==1.6.1.120
 TENSORRT ?= tensorrt-rtx-cu13
 # int8: half the memory for the context
@@ -58,7 +60,7 @@ build/cuda/.installed:
 	touch $@
 
 engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT engines; needs no GPU.
-	$(BIN)/python -m engines.build $(MODEL) -o $(OUT) --kv-cache $(KV_CACHE)
+	$(BIN)/python -m engines.build $(MODEL) -o $(OUT) --kv-cache $(KV_CACHE) $(DRAFT_HEAD)
 
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-tensorrt plugins  ## Kernels and engines; fails without an NVIDIA GPU.
 	$(BIN)/python -m pytest -m gpu --require-gpu $(PYTEST_FLAGS)
@@ -84,7 +86,7 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .
 
 export: setup  ## MODEL=x.gguf -> OUT: ONNX graphs for ONNX Runtime.
-	$(BIN)/python -m export $(MODEL) -o $(OUT)
+	$(BIN)/python -m export $(MODEL) -o $(OUT) $(DRAFT_HEAD)
 
 check: setup  ## Is the text with drafting the text without it? How well does the head draft?
 	$(BIN)/python -m runtime.check $(MODEL)

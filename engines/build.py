@@ -7,6 +7,7 @@ exported folder; what is already there and made from the same things is kept.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from engines.draft_head import DraftHeadOptions, add_draft_head_arguments, draft_head_options, refuse_for_folder
 from engines.engine_manifest import (
     ENGINES_NAME,
     Engine,
@@ -29,7 +31,7 @@ from engines.engine_manifest import (
     pool_size,
 )
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
-from engines.manifest import MANIFEST_NAME, Manifest, load_manifest
+from engines.manifest import Manifest, load_manifest
 from engines.network import Progress, bindings, build_engine, fix_sizes, load_graph
 from engines.weight_places import packed, weight_places
 from export.int8_caches import with_int8_caches
@@ -165,7 +167,9 @@ def _build_key(
     models: dict[str, Path], options: EngineOptions, manifest: Manifest, tensorrt_id: str, plugins: str
 ) -> str:
     digest = hashlib.blake2b(digest_size=20)
-    facts = [_BUILDER_VERSION, asdict(options), manifest.content_key, tensorrt_id, plugins, sorted(models)]
+    # The draft head's own LM head is no part of the .gguf; embedded, its values are part of the engine.
+    head = manifest.digests.get("draft_head")
+    facts = [_BUILDER_VERSION, asdict(options), manifest.content_key, tensorrt_id, plugins, sorted(models), head]
     digest.update(json.dumps(facts).encode())
     for role in sorted(models):
         digest.update(models[role].read_bytes())
@@ -187,9 +191,10 @@ def _part(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def _exported(model: Path, output: Path | None, draft: bool) -> Path:
+def _exported(model: Path, output: Path | None, draft: bool, draft_head: DraftHeadOptions) -> Path:
     """The exported folder: ``model`` itself, or ``output`` with the .gguf exported into it unless it is that."""
     if model.is_dir():
+        refuse_for_folder(draft_head, model)
         if output is not None and output.resolve() != model.resolve():
             raise UsageError(f"{model}: is an exported folder, whose engines go into it; leave -o out")
         return model
@@ -200,13 +205,16 @@ def _exported(model: Path, output: Path | None, draft: bool) -> Path:
     from export.gguf_file import GGUFFile
 
     file = GGUFFile.open(model)
-    if (output / MANIFEST_NAME).is_file():
+    wanted = (file.content_key(), "tensorrt", draft, draft_head.key())
+    with contextlib.suppress(EngineError):  # nothing there, or not usable: to be exported
         found = load_manifest(output)
-        if (found.content_key, found.target, found.has_draft) == (file.content_key(), "tensorrt", draft):
+        if (found.content_key, found.target, found.has_draft, found.draft_head_key) == wanted:
             return output
-    total = count_weights(file, load_config(file, draft=draft))
+    total = count_weights(file, load_config(file, draft=draft), draft_head)
     with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None) as bar:
-        manifest = export_model(model, output, draft=draft, target="tensorrt", progress=bar.update)
+        manifest = export_model(
+            model, output, draft=draft, target="tensorrt", draft_head=draft_head, progress=bar.update
+        )
     for note in manifest.notes:
         print(f"note: {note}", file=sys.stderr)
     return output
@@ -246,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plugins", type=Path, metavar="LIB.so", help="the plugin library (default: the one built here)"
     )
     parser.add_argument("--layers", action="store_true", help="print every layer of what is built")
+    add_draft_head_arguments(parser)
     return parser
 
 
@@ -261,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{role}: {line}")
 
     try:
-        folder = _exported(given.model, given.output, not given.no_draft)
+        folder = _exported(given.model, given.output, not given.no_draft, draft_head_options(given))
         with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
 
             def progress(phase: str, fraction: float) -> None:

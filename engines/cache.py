@@ -1,7 +1,7 @@
 """`python -m engines.cache`: the exports that .gguf files were given on first use; list them, remove some.
 
-They lie in one folder, each named after its model's content and the exporter's own source, so another version of either
-makes a new one and the old one stays until it is removed here.
+They lie in one folder, each named after its model's content, the exporter's own source and the draft head asked for, so
+another version of any makes a new one and the old one stays until it is removed here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engines.manifest import load_manifest
 CACHE_VARIABLE = "NEXTN_CACHE"
 CACHE_NAME = "nextn-trt"
 # Nothing else in the folder is looked at, let alone removed.
-_ENTRY = re.compile(r"[0-9a-f]{32,}-[0-9a-f]{12}(-plain)?")
+_ENTRY = re.compile(r"[0-9a-f]{32,}-[0-9a-f]{12}(-plain|-[0-9a-f]{20})?")
 _PART = re.compile(rf"\.{_ENTRY.pattern}\.(?P<node>.*)\.(?P<pid>\d+)")
 _DAY_SECONDS = 86400.0
 # An export takes minutes. One this old belongs to no process any more, whatever machine shares the folder.
@@ -39,9 +39,12 @@ def default_cache_dir() -> Path:
     return Path(base if os.path.isabs(base) else Path.home() / ".cache") / CACHE_NAME
 
 
-def entry_name(content_key: str, with_draft: bool) -> str:
-    """Of the folder that holds the export of a model by this version of the exporter."""
-    return f"{content_key}-{exporter_version()}" + ("" if with_draft else "-plain")
+def entry_name(content_key: str, with_draft: bool, draft_head_key: str = "") -> str:
+    """Of the folder that holds the export of a model by this version of the exporter.
+
+    draft_head_key: that of `engines.draft_head.DraftHeadOptions`."""
+    kind = draft_head_key if with_draft else "plain"
+    return "-".join([content_key, exporter_version(), *([kind] if kind else [])])
 
 
 def part_name(name: str) -> str:

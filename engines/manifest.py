@@ -15,7 +15,7 @@ from typing import Any
 from engines.errors import EngineError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _WHOLE_BYTES = 64 << 20
 _PIECES, _PIECE_BYTES = 256, 64 << 10
 
@@ -51,7 +51,9 @@ class TokenizerInfo:
 class Manifest:
     """Contents of an exported folder.
 
-    `files` maps a role (trunk, draft, replay, weights, ...) to [file name, size], `digests` to its `file_digest`."""
+    `files` maps a role (trunk, draft, replay, weights, ...) to [file name, size], `digests` to its `file_digest`. The
+    role draft_ids, the token of each row of the draft's logits as int32, is there when those are not all tokens.
+    draft_head_key: `engines.draft_head.DraftHeadOptions.key` of the export."""
 
     model_name: str
     content_key: str
@@ -61,6 +63,7 @@ class Manifest:
     files: dict[str, tuple[str, int]]
     digests: dict[str, str]
     notes: tuple[str, ...] = field(default=())
+    draft_head_key: str = ""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -148,6 +151,7 @@ def load_manifest(folder: Path) -> Manifest:
             files={role: _tuples(entry) for role, entry in raw["files"].items()},
             digests=dict(raw["digests"]),
             notes=_tuples(raw["notes"]),
+            draft_head_key=str(raw["draft_head_key"]),
         )
         _check_kinds(manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from engines.draft_head import add_draft_head_arguments, draft_head_options
 from engines.errors import NextnError, ResourceError
 from export.config import load_config
 from export.exporter import TARGETS, count_weights, export_model
@@ -25,10 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--target", choices=TARGETS, default=TARGETS[0], help="form of the graphs (default: %(default)s)"
     )
     parser.add_argument("--no-draft", action="store_true", help="leave the NextN draft head out")
+    add_draft_head_arguments(parser)
     options = parser.parse_args(arguments)
     try:
+        draft_head = draft_head_options(options)
         file = GGUFFile.open(options.model)
-        total = count_weights(file, load_config(file, draft=not options.no_draft))
+        total = count_weights(file, load_config(file, draft=not options.no_draft), draft_head)
         with tqdm(
             total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None
         ) as bar:
@@ -37,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
                 options.output,
                 draft=not options.no_draft,
                 target=options.target,
+                draft_head=draft_head,
                 progress=bar.update,
             )
     except NextnError as error:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.draft_head import DraftHeadOptions
 from engines.errors import ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
+from export.draft_head import HEAD_NAME, IDS_NAME, check_options, count_cut_weights, cut_draft_head
 from export.gguf_file import GGUFFile, GGUFTensor
 from export.graph import Graph
 from export.lower import lower, save_lowered
@@ -26,6 +28,7 @@ from export.weights import ALIGNMENT, WeightStore
 WEIGHTS_NAME = "weights.bin"
 # Form of the graphs: the canonical one, or the one with plugin nodes that engines are built from.
 TARGETS = ("onnxruntime", "tensorrt")
+WHOLE_HEAD = DraftHeadOptions()
 
 
 def export_model(
@@ -34,26 +37,28 @@ def export_model(
     *,
     draft: bool = True,
     target: str = "onnxruntime",
+    draft_head: DraftHeadOptions = WHOLE_HEAD,
     progress: Callable[[int], None] = lambda values: None,
 ) -> Manifest:
     """Export a GGUF into ``folder``, which is replaced as a whole once everything is written.
 
-    ``target``: one of TARGETS. ``draft`` False leaves the draft head out. ``progress`` is told the number of weights
-    handled, piece by piece (see `count_weights`).
+    ``target``: one of TARGETS. ``draft`` False leaves the draft head out, ``draft_head`` says how much of the LM head
+    it gets. ``progress`` is told the number of weights handled, piece by piece (see `count_weights`).
 
     Raises ModelFileError, UsageError (folder holds something else), ResourceError (disk).
     """
     file = GGUFFile.open(model)
     config = load_config(file, draft=draft)
     folder = _checked(folder)
+    check_options(config, draft_head, file.path)
     if target == "tensorrt":
         check_plugins_take(config, file.path)
     else:
-        _check_disk(folder, file, config)
+        _check_disk(folder, file, config, draft_head)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)
-        manifest = _write_all(file, config, part, target, progress)
+        manifest = _write_all(file, config, part, target, draft_head, progress)
         _swap(part, folder)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
@@ -62,16 +67,34 @@ def export_model(
     return manifest
 
 
-def count_weights(file: GGUFFile, config: ModelConfig) -> int:
-    """Number of weights that an export handles, for a progress bar."""
-    return sum(int(np.prod(file.tensors[name].shape)) for name in config.tensor_names())
+def count_weights(file: GGUFFile, config: ModelConfig, draft_head: DraftHeadOptions = WHOLE_HEAD) -> int:
+    """Number of weights that an export handles, for a progress bar; a cut head is made and then stored."""
+    stored = sum(int(np.prod(file.tensors[name].shape)) for name in config.tensor_names())
+    return stored + 2 * count_cut_weights(config, draft_head)
 
 
 def _write_all(
-    file: GGUFFile, config: ModelConfig, part: Path, target: str, progress: Callable[[int], None]
+    file: GGUFFile,
+    config: ModelConfig,
+    part: Path,
+    target: str,
+    draft_head: DraftHeadOptions,
+    progress: Callable[[int], None],
 ) -> Manifest:
     write = {"onnxruntime": _write_canonical, "tensorrt": _write_lowered}[target]
+    cut = cut_draft_head(file, config, draft_head, part, progress)
+    if cut is not None:
+        file, config = cut.file, cut.config
     files, notes = write(file, config, part, progress)
+    if cut is not None:
+        notes.append(cut.note)
+        if HEAD_NAME not in files.values():
+            cut.tensor.path.unlink()
+        if cut.ids is not None:
+            (part / IDS_NAME).write_bytes(cut.ids.astype("<i4").tobytes())
+            files["draft_ids"] = IDS_NAME
+    elif not draft_head.changes_nothing:
+        notes.append("draft head: its LM head is left whole, since it has no more rows and bits than asked for")
     tokenizer = write_tokenizer(file, part)
     files["tokenizer"] = "tokenizer.json"
     if tokenizer.has_chat_template:
@@ -85,6 +108,7 @@ def _write_all(
         files={role: (name, (part / name).stat().st_size) for role, name in files.items()},
         digests={role: file_digest(part / name) for role, name in files.items()},
         notes=tuple(notes),
+        draft_head_key=draft_head.key(),
     )
     manifest.save(part)
     return manifest
@@ -115,6 +139,8 @@ def _write_lowered(
         if config.draft is not None:
             graphs["draft"] = draft_graph(file, config, store)
     files = {f"blocks.{index}": name for index, name in enumerate(place_gguf(file, part))}
+    if part / HEAD_NAME in store.used:
+        files["draft_head"] = HEAD_NAME
     if store.bytes_written:
         files["weights"] = WEIGHTS_NAME
     else:
@@ -168,9 +194,10 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig) -> None:
+def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig, draft_head: DraftHeadOptions) -> None:
     """Refuse to start what the disk cannot hold."""
     needed = sum(_stored_bytes(file.tensors[name]) for name in config.tensor_names())
+    needed += 8 * count_cut_weights(config, draft_head)  # twice, as float32 at the most
     existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:

@@ -159,11 +159,11 @@ class Layers:
         return self.linear(mixed, "ssm_out", layer)
 
     def logits(self, hidden: str, rows: str, leaf: str, layer: int | None = None) -> None:
-        """LM head over the wanted rows: hidden [T, D], rows [R] -> output ``logits`` [R, V]."""
+        """LM head over the wanted rows: hidden [T, D], rows [R] -> output ``logits`` [R, N], N rows of the head."""
         picked = self.graph.op("Gather", [hidden, rows], "rows_of_hidden", axis=0)
         scores = self.linear(picked, leaf, layer)
         self.graph.op("Identity", [scores], "logits_out", ["logits"])
-        self.graph.output("logits", FLOAT, ["R", self.config.vocab_size])
+        self.graph.output("logits", FLOAT, ["R", self._matrix(leaf, layer).rows])
 
     def hidden_output(self, hidden: str) -> None:
         self.graph.op("Identity", [hidden], "hidden_out", ["hidden.out"])

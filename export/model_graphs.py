@@ -39,7 +39,8 @@ def trunk_graph(file: GGUFFile, config: ModelConfig, store: WeightStore) -> Grap
 
 def draft_graph(file: GGUFFile, config: ModelConfig, store: WeightStore) -> Graph:
     """One NextN step. tokens, positions [T], hidden [T, D] (of the position before each token), rows [R] and the head's
-    own KV cache -> logits [R, V] (guesses of the token after), hidden.out [T, D] (after shared_head_norm), cache."""
+    own KV cache -> logits [R, N] (guesses of the token after, N rows of its LM head), hidden.out [T, D] (after
+    shared_head_norm), cache."""
     assert config.draft is not None
     layer = config.draft.layer
     graph = Graph("draft")

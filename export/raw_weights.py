@@ -48,7 +48,8 @@ class RawWeightStore(WeightStore):
         super().__init__(path, progress)
         self.raw: dict[str, RawMatrix] = {}
         self.vectors: dict[str, np.ndarray] = {}
-        self.locations = {shard: block_file_name(index, len(file.paths)) for index, shard in enumerate(file.paths)}
+        self.used: set[Path] = set()  # files that external data points into, as the tensors name them
+        self._shards = {shard: block_file_name(index, len(file.paths)) for index, shard in enumerate(file.paths)}
 
     def vector(self, tensor: GGUFTensor, shape: tuple[int, ...]) -> Weight:
         if tensor.name not in self.vectors:
@@ -70,7 +71,10 @@ class RawWeightStore(WeightStore):
             else:
                 matrix = _canonical(tensor)
                 ggml_type = int(tensor.ggml_type)
-                location, offset, nbytes = self.locations[tensor.path], tensor.offset, tensor.nbytes
+                # What is no shard has been written into the folder already.
+                location = self._shards.get(tensor.path, tensor.path.name)
+                offset, nbytes = tensor.offset, tensor.nbytes
+                self.used.add(tensor.path)
                 self._progress(rows * columns)
             if columns % 4:
                 raise ModelFileError(

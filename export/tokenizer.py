@@ -33,7 +33,8 @@ PRE_SPLIT_QWEN35 = (
     r"|\s+"
 )
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# Kinds of tokens, as tokenizer.ggml.token_type has them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _KEY = "tokenizer.ggml."
 _TEMPLATE_KEY = "tokenizer.chat_template"
 # The first names the token that a model emits at its end; the others end a generation as well.
@@ -52,18 +53,17 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> TokenizerInfo:
     exists only where the file says ``add_bos_token``. Raises ModelFileError: unsupported for another kind of tokenizer,
     content for parts that are missing or contradict each other.
     """
-    tokens, types = _vocabulary(file)
+    tokens, _ = vocabulary(file)
     template = file.get(_TEMPLATE_KEY, str, "")
-    info = TokenizerInfo(_end_tokens(file, tokens), _bos_token(file, len(tokens)), bool(template))
-    built = _build(file, tokens, types)
-    _write(folder / TOKENIZER_NAME, built.to_str())
+    info = TokenizerInfo(end_tokens(file, tokens), bos_token(file, len(tokens)), bool(template))
+    _write(folder / TOKENIZER_NAME, build_tokenizer(file).to_str())
     if template:
         _write(folder / TEMPLATE_NAME, template)
     return info
 
 
-def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
-    """Token texts and types, both indexed by id."""
+def vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
+    """Token texts and kinds, both indexed by id. Raises ModelFileError, as `write_tokenizer` does."""
     model, pre = file.get(_KEY + "model", str), file.get(_KEY + "pre", str, "default")
     if (model, pre) != ("gpt2", "qwen35"):
         raise ModelFileError(
@@ -72,29 +72,31 @@ def _vocabulary(file: GGUFFile) -> tuple[list[str], list[int]]:
             "supported: 'gpt2' with 'qwen35'",
         )
     tokens = file.get(_KEY + "tokens", list[str])
-    types = file.get(_KEY + "token_type", list[int], [_NORMAL] * len(tokens))
+    types = file.get(_KEY + "token_type", list[int], [NORMAL] * len(tokens))
     if not tokens or len(types) != len(tokens):
         raise _content(file, f"{_KEY}tokens has {len(tokens)} entries, {_KEY}token_type {len(types)}; wanted as many")
     for token_id, kind in enumerate(types):
-        if not _NORMAL <= kind <= _BYTE:
-            raise _content(file, f"{_KEY}token_type of token {token_id} is {kind}; wanted {_NORMAL} to {_BYTE}")
+        if not NORMAL <= kind <= BYTE:
+            raise _content(file, f"{_KEY}token_type of token {token_id} is {kind}; wanted {NORMAL} to {BYTE}")
     return tokens, types
 
 
-def _build(file: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
-    vocabulary: dict[str, int] = {}
+def build_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The tokenizer of a file. Raises ModelFileError, as `write_tokenizer` does."""
+    tokens, types = vocabulary(file)
+    ids: dict[str, int] = {}
     special, shown = [], []
     for token_id, (text, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind in (_UNUSED, _BYTE) or not text:
+        if kind in (UNUSED, BYTE) or not text:
             continue
-        if text in vocabulary:
-            raise _content(file, f"{_KEY}tokens: tokens {vocabulary[text]} and {token_id} are both {text!r}")
-        vocabulary[text] = token_id
-        if kind in (_CONTROL, _UNKNOWN) or text in _END_TEXTS:
+        if text in ids:
+            raise _content(file, f"{_KEY}tokens: tokens {ids[text]} and {token_id} are both {text!r}")
+        ids[text] = token_id
+        if kind in (CONTROL, UNKNOWN) or text in _END_TEXTS:
             special.append(AddedToken(text, special=True, normalized=False))
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             shown.append(AddedToken(text, special=False, normalized=False))
-    built = Tokenizer(models.BPE(vocab=vocabulary, merges=_merges(file, vocabulary), ignore_merges=False))
+    built = Tokenizer(models.BPE(vocab=ids, merges=_merges(file, ids), ignore_merges=False))
     built.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PRE_SPLIT_QWEN35), "isolated"),
@@ -107,7 +109,7 @@ def _build(file: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Token
     return built
 
 
-def _merges(file: GGUFFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(file: GGUFFile, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Merges in order of rank, each once; every part and every result is a token."""
     merges: dict[tuple[str, str], None] = {}
     for rank, text in enumerate(file.get(_KEY + "merges", list[str])):
@@ -115,13 +117,13 @@ def _merges(file: GGUFFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]
         if not left or not right or " " in right:
             raise _content(file, f"{_KEY}merges: merge {rank} is {text!r}; wanted two tokens with a space between")
         for part in (left, right, left + right):
-            if part not in vocabulary:
+            if part not in ids:
                 raise _content(file, f"{_KEY}merges: merge {rank}, {text!r}, needs {part!r}, which is no token")
         merges.setdefault((left, right))
     return list(merges)
 
 
-def _end_tokens(file: GGUFFile, tokens: Sequence[str]) -> tuple[int, ...]:
+def end_tokens(file: GGUFFile, tokens: Sequence[str]) -> tuple[int, ...]:
     """Ids that end a generation: the file's eos first, the rest ascending."""
     named = [_token_id(file, f"{_KEY}{name}_token_id", len(tokens)) for name in _END_KEYS]
     found = {token_id for token_id in named if token_id is not None}
@@ -132,7 +134,7 @@ def _end_tokens(file: GGUFFile, tokens: Sequence[str]) -> tuple[int, ...]:
     return (*first, *sorted(found.difference(first)))
 
 
-def _bos_token(file: GGUFFile, n_tokens: int) -> int | None:
+def bos_token(file: GGUFFile, n_tokens: int) -> int | None:
     if not file.get(_KEY + "add_bos_token", bool, False):
         return None
     bos = _token_id(file, _KEY + "bos_token_id", n_tokens)

@@ -17,11 +17,13 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class HeadAgreement:
-    """The head's guess after true rows against the trunk's, at n positions. kl_sum in nats; None: logits not shown."""
+    """The head's guess after true rows against the trunk's, at n positions. n_known: those where the trunk's token is
+    one that the head can name. kl_sum in nats, over such tokens; None: logits not shown."""
 
     n: int
     n_top1: int
     kl_sum: float | None
+    n_known: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def head_agreement(session: Session, prompt: Sequence[int], text: Sequence[int])
         head.prefill(tokens, hidden[: len(tokens)])
         before = hidden[len(tokens) :]
 
-    n_top1 = 0
+    n_top1 = n_known = 0
     kl_sum: float | None = 0.0
     rows = [prompt[-1], *text]
     for first in range(0, len(rows), trunk.max_rows):
@@ -102,12 +104,13 @@ def head_agreement(session: Session, prompt: Sequence[int], text: Sequence[int])
             guess = head.draft([token], hidden[i : i + 1], 1)
             n_top1 += int(guess[0]) == int(result.choices[i])
             head_logits = _logits(head)
+            n_known += head_logits is None or head_logits[-1, int(result.choices[i])] > -np.inf
             if kl_sum is None or trunk_logits is None or head_logits is None:
                 kl_sum = None
             else:
                 kl_sum += _kl(trunk_logits[i], head_logits[-1])
         before = hidden[len(tokens) :]
-    return HeadAgreement(len(rows), n_top1, kl_sum)
+    return HeadAgreement(len(rows), n_top1, kl_sum, n_known)
 
 
 def _logits(engine: object) -> np.ndarray | None:
@@ -117,7 +120,9 @@ def _logits(engine: object) -> np.ndarray | None:
 
 
 def _kl(p_logits: np.ndarray, q_logits: np.ndarray) -> float:
-    """KL(p || q) in nats of two rows of logits [V]."""
+    """KL(p || q) in nats of two rows of logits [V], of the tokens that q gives a chance."""
+    known = q_logits > -np.inf
+    p_logits, q_logits = p_logits[known], q_logits[known]
     log_p, log_q = _log_softmax(p_logits), _log_softmax(q_logits)
     return float(np.sum(np.exp(log_p) * (log_p - log_q)))
 
@@ -165,6 +170,11 @@ class Report:
         return sum(r.head.n_top1 for r in self.results) / sum(r.head.n for r in self.results)
 
     @property
+    def draft_known(self) -> float:
+        """Share of the trunk's tokens that the draft head can name: 1 for a head with all rows."""
+        return sum(r.head.n_known for r in self.results) / sum(r.head.n for r in self.results)
+
+    @property
     def kl(self) -> float | None:
         """Mean KL(trunk || draft) a position in nats."""
         sums = [r.head.kl_sum for r in self.results if r.head.kl_sum is not None]
@@ -194,6 +204,7 @@ class Report:
         return {
             "spec_agree": self.spec_agree,
             "draft_top1": self.draft_top1,
+            "draft_known": self.draft_known,
             "kl": self.kl,
             "acceptance_rate": self.drafting.acceptance_rate,
             "acceptance_by_position": self.acceptance_by_position,

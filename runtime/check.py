@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+from engines.draft_head import draft_head_options
 from engines.errors import UsageError
 from runtime.agreement import Report, compare, sampled_prompts
 from runtime.command_line import Parser, add_model_arguments, run_command
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     spec = SpecOptions("draft-mtp", options.spec_draft_n_max)
     spec.validate()
     session = open_session(
-        exported_folder(options.model, draft=True, cache_dir=options.cache_dir),
+        exported_folder(options.model, draft=True, cache_dir=options.cache_dir, draft_head=draft_head_options(options)),
         backend=options.backend,
         context_size=options.ctx_size,
         threads=options.threads,
@@ -140,6 +141,7 @@ def _table(session: Session, report: Report, options: argparse.Namespace) -> str
     rows = [
         ("SPEC_AGREE", f"{report.spec_agree:.3f}", f"{n_equal} of {len(report.results)} texts equal"),
         ("DRAFT_TOP1", f"{report.draft_top1:.3f}", f"over {n_rows} positions"),
+        ("draft head knows", f"{report.draft_known:.3f}", "of the trunk's tokens"),
         ("KL(trunk || draft)", "-" if report.kl is None else f"{report.kl:.3f}", "nats a position"),
         ("acceptance rate", f"{drafting.acceptance_rate:.3f}", f"by place {by_place}"),
         ("tokens per step", f"{drafting.tokens_per_step:.3f}", f"{drafting.predicted_n} tokens"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from engines.draft_head import add_draft_head_arguments, draft_head_options
 from engines.errors import NextnError, ResourceError, UsageError
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
@@ -53,6 +54,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where exports of .gguf files are kept (default: $NEXTN_CACHE, else ~/.cache/nextn-trt)",
     )
+    add_draft_head_arguments(parser)
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +92,9 @@ def session_of(options: argparse.Namespace) -> Session:
     """Load the model that the flags of `add_model_arguments` and `add_spec_arguments` name."""
     spec = SpecOptions(options.spec_type, options.spec_draft_n_max)
     spec.validate()  # before a long export
-    folder = exported_folder(options.model, draft=spec.wants_draft, cache_dir=options.cache_dir)
+    folder = exported_folder(
+        options.model, draft=spec.wants_draft, cache_dir=options.cache_dir, draft_head=draft_head_options(options)
+    )
     return open_session(
         folder, backend=options.backend, context_size=options.ctx_size, threads=options.threads, spec=spec
     )

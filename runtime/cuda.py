@@ -142,6 +142,14 @@ class Stream:
         self.synchronize()
         return out
 
+    def upload(self, array: np.ndarray) -> DeviceBuffer:
+        """A copy of a small array on the device, once all earlier work is done."""
+        staging, buffer = PinnedBuffer(array.nbytes), DeviceBuffer(array.nbytes)
+        staging.array[:] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        self.to_device(buffer.address, staging, array.nbytes)
+        self.synchronize()
+        return buffer
+
     def record(self, event: Event) -> None:
         _call("cudaEventRecordWithFlags", event.handle, self._stream, _RECORD_EXTERNAL if self._capturing else 0)
 

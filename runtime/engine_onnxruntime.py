@@ -16,10 +16,10 @@ import numpy as np
 import onnxruntime as ort
 
 from engines.manifest import Geometry, Manifest
+from runtime.draft_tokens import load_draft_tokens
 from runtime.engine import Pass, Sampler, SavedState
-from runtime.onnx_session import KvCache, RowStack, check_version, load_session, run_session
-
-PREFILL_CHUNK = 256
+from runtime.onnx_draft import OnnxDraftEngine
+from runtime.onnx_session import PREFILL_CHUNK, KvCache, check_version, load_session, run_session
 
 
 def open_engines(
@@ -35,7 +35,8 @@ def open_engines(
     trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
     if not draft or not manifest.has_draft:
         return trunk, None
-    return trunk, OnnxDraftEngine(load_session(manifest.file(folder, "draft"), threads), geometry, context_size)
+    session = load_session(manifest.file(folder, "draft"), threads)
+    return trunk, OnnxDraftEngine(session, geometry, context_size, load_draft_tokens(folder, manifest))
 
 
 class OnnxTrunkEngine:
@@ -202,99 +203,3 @@ class OnnxTrunkEngine:
         with self._cache.scrubbed_on_error():
             choices = self._sampler(self.logits, self._position + rows + 1)
         return Pass(np.asarray(choices, np.int64), arrays["hidden.out"].copy())
-
-
-class OnnxDraftEngine:
-    """The NextN head of one sequence (see `runtime.engine.SharedDraft`). ``logits``: of its last step, [1, V] f32."""
-
-    prefill_chunk = PREFILL_CHUNK
-
-    def __init__(self, session: ort.InferenceSession, geometry: Geometry, context_size: int) -> None:
-        assert geometry.draft_layer is not None
-        self.context_size = context_size
-        self._session, self._geometry = session, geometry
-        self._cache, self._aside = KvCache([geometry.draft_layer], geometry), RowStack(geometry.hidden_size)
-        self._bindings: dict[int, tuple[Any, dict[str, np.ndarray]]] = {}
-        self.start(lambda logits, positions: np.argmax(logits, axis=-1))
-
-    @property
-    def position(self) -> int:
-        return self._position
-
-    def start(self, sampler: Sampler) -> None:
-        self._sampler, self._position = sampler, 0
-        self.logits = np.zeros((0, self._geometry.vocab_size), np.float32)
-
-    def prefill(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
-        self._step(tokens, hidden, self._position)
-        self._position += len(tokens)
-
-    def draft(self, tokens: Sequence[int], hidden: np.ndarray, n: int) -> np.ndarray:
-        assert n >= 1, n
-        drafted: list[int] = []
-        position = self._position
-        self._position += len(tokens)
-        for _ in range(n):
-            hidden = self._step(tokens, hidden, position)
-            position += len(tokens)
-            with self._cache.scrubbed_on_error():
-                tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
-            drafted.append(tokens[0])
-        return np.array(drafted, np.int64)
-
-    def another(self, trunk: OnnxTrunkEngine) -> OnnxDraftEngine:
-        return OnnxDraftEngine(self._session, self._geometry, self.context_size)
-
-    def save_rows(self, first: int) -> SavedState:
-        return self._cache.save(first, self._position)
-
-    def load(self, rows: Sequence[SavedState]) -> None:
-        assert not self._position, self._position
-        if self._cache.load(rows):
-            self._bindings.clear()
-        self._position = sum(part.count for part in rows)
-
-    def zero_hidden(self) -> np.ndarray:
-        return np.zeros((1, self._geometry.hidden_size), np.float32)
-
-    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(list(parts), axis=0)
-
-    def put_aside(self, kept: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
-        return self._aside.extended(kept, rows)
-
-    def _step(self, tokens: Sequence[int], hidden: np.ndarray, position: int) -> np.ndarray:
-        """Run the rows; logits and the returned hidden [1, D] are the last row's."""
-        count = len(tokens)
-        assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
-        if self._cache.reserve(position + count):
-            self._bindings.clear()
-        if count not in self._bindings:
-            self._bindings[count] = self._bind(count)
-        binding, arrays = self._bindings[count]
-        arrays["tokens"][:] = tokens
-        arrays["positions"][:] = np.arange(position, position + count)
-        arrays["hidden"][:] = hidden
-        arrays["rows"][:] = count - 1
-        run_session(self._session, binding)
-        self.logits = arrays["logits"]
-        last: np.ndarray = arrays["hidden.out"][-1:].copy()
-        return last
-
-    def _bind(self, count: int) -> tuple[Any, dict[str, np.ndarray]]:
-        binding = self._session.io_binding()
-        arrays: dict[str, np.ndarray] = {
-            "tokens": np.zeros(count, np.int64),
-            "positions": np.zeros(count, np.int64),
-            "rows": np.zeros(1, np.int64),
-            "hidden": np.zeros((count, self._geometry.hidden_size), np.float32),
-            "logits": np.zeros((1, self._geometry.vocab_size), np.float32),
-            "hidden.out": np.zeros((count, self._geometry.hidden_size), np.float32),
-        }
-        for name, array in arrays.items():
-            if name in ("logits", "hidden.out"):
-                binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
-            else:
-                binding.bind_cpu_input(name, array)
-        self._cache.bind(binding)
-        return binding, arrays

@@ -15,6 +15,7 @@ from plugins.load import find_library, library_digest, load_plugins, tensorrt
 from runtime import cuda
 from runtime.control_block import ControlBlock
 from runtime.device_weights import DeviceWeights
+from runtime.draft_tokens import DraftTokens, load_draft_tokens
 from runtime.engine import EngineLimits
 from runtime.memory_plan import MemoryPlan, nbytes_of, plan_memory, state_bindings
 from runtime.tensorrt_draft import TensorrtDraft
@@ -41,6 +42,7 @@ def open_engines(
     load_plugins(library)
     stream = cuda.Stream()
     roles = ["trunk", "draft"] if draft and "draft" in engines.engines else ["trunk"]
+    draft_tokens = _draft_tokens(folder, engines, manifest) if "draft" in roles else DraftTokens(0)
     choice = TokenChoice(library, device, stream, engines.options.max_rows)
     sessions = {role: EngineSession(loader, folder, engines, role, stream) for role in roles}
     plan = memory_plan(engines, manifest.geometry, sessions)
@@ -57,11 +59,11 @@ def open_engines(
             for role in roles
             for binding in state_bindings(engines.engines[role])
         },
-        row_numbers=_row_numbers(stream),
+        row_numbers=stream.upload(np.arange(_ROW_NUMBERS, dtype=np.int32)),
     )
     weights = _upload(folder, engines, roles, stream)
     trunk = TensorrtTrunk(sessions["trunk"], shared, context_size, max_rows, plan)
-    head = TensorrtDraft(sessions["draft"], shared) if "draft" in roles else None
+    head = TensorrtDraft(sessions["draft"], shared, draft_tokens) if "draft" in roles else None
     scratch = cuda.DeviceBuffer(plan.activations)
     for role, engine in (("trunk", trunk), ("draft", head)):
         if engine is not None:
@@ -122,6 +124,18 @@ def _check_made_for(folder: Path, engines: EngineManifest, manifest: Manifest) -
     return library
 
 
+def _draft_tokens(folder: Path, engines: EngineManifest, manifest: Manifest) -> DraftTokens:
+    """What the draft engine's logits stand for."""
+    tokens = load_draft_tokens(folder, manifest)
+    logits = next(each for each in engines.engines["draft"].outputs if each.name == "logits")
+    if logits.shape[1] != tokens.count:
+        raise EngineError(
+            f"{folder}: the draft engine gives logits of {logits.shape[1]} tokens, the export's draft head knows "
+            f"{tokens.count}; run `python -m engines.build` again"
+        )
+    return tokens
+
+
 def _upload(folder: Path, engines: EngineManifest, roles: list[str], stream: cuda.Stream) -> DeviceWeights:
     names = {name for role in roles for name in engines.engines[role].weights}
     places = {name: place for name, place in engines.weights.items() if name in names}
@@ -130,12 +144,3 @@ def _upload(folder: Path, engines: EngineManifest, roles: list[str], stream: cud
         total=total, unit="B", unit_scale=True, desc="weights", file=sys.stderr, leave=False, disable=None
     ) as bar:
         return DeviceWeights(folder, places, stream, bar.update)
-
-
-def _row_numbers(stream: cuda.Stream) -> cuda.DeviceBuffer:
-    numbers = np.arange(_ROW_NUMBERS, dtype=np.int32)
-    staging, buffer = cuda.PinnedBuffer(numbers.nbytes), cuda.DeviceBuffer(numbers.nbytes)
-    staging.array[:] = numbers.view(np.uint8)
-    stream.to_device(buffer.address, staging, numbers.nbytes)
-    stream.synchronize()
-    return buffer

@@ -12,34 +12,40 @@ import sys
 from pathlib import Path
 
 from engines.cache import default_cache_dir, entry_name, mark_used, part_name, remove_leftovers
+from engines.draft_head import DraftHeadOptions, refuse_for_folder
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, load_manifest
 
+WHOLE_HEAD = DraftHeadOptions()
 
-def exported_folder(model: Path, *, draft: bool, cache_dir: Path | None = None) -> Path:
+
+def exported_folder(
+    model: Path, *, draft: bool, cache_dir: Path | None = None, draft_head: DraftHeadOptions = WHOLE_HEAD
+) -> Path:
     """The exported folder of ``model``.
 
-    A .gguf is looked up in the cache by its content and the exporter's own source, and exported if it is not there,
-    with a progress bar on a terminal's stderr. draft False: a file whose draft head is missing or unusable is exported
-    without one. Raises UsageError, ModelFileError or ResourceError.
+    A .gguf is looked up in the cache by its content, the exporter's own source and ``draft_head``, and exported if it
+    is not there, with a progress bar on a terminal's stderr. draft False: a file whose draft head is missing or
+    unusable is exported without one. Raises UsageError, ModelFileError or ResourceError.
     """
     if model.is_dir():
+        refuse_for_folder(draft_head, model)
         return model
     if not model.exists():
         raise UsageError(f"{model}: no such file or folder; give a .gguf file or an exported folder")
     cache = cache_dir or default_cache_dir()
     try:
-        return _cached_export(model, cache, with_draft=True)
+        return _cached_export(model, cache, True, draft_head)
     except ModelFileError:
         if draft:
             raise
-        return _cached_export(model, cache, with_draft=False)
+        return _cached_export(model, cache, False, WHOLE_HEAD)
 
 
-def _cached_export(model: Path, cache: Path, with_draft: bool) -> Path:
+def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: DraftHeadOptions) -> Path:
     from export.gguf_file import GGUFFile
 
-    folder = cache / entry_name(GGUFFile.open(model).content_key(), with_draft)
+    folder = cache / entry_name(GGUFFile.open(model).content_key(), with_draft, draft_head.key())
     if _is_whole(folder):
         mark_used(folder)
         return folder
@@ -48,7 +54,7 @@ def _cached_export(model: Path, cache: Path, with_draft: bool) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         remove_leftovers(cache)
-        _export(model, part, with_draft)
+        _export(model, part, with_draft, draft_head)
         if folder.exists() and not _is_whole(folder):
             shutil.rmtree(folder)
         if not folder.exists():
@@ -63,7 +69,7 @@ def _cached_export(model: Path, cache: Path, with_draft: bool) -> Path:
     return folder
 
 
-def _export(model: Path, folder: Path, with_draft: bool) -> None:
+def _export(model: Path, folder: Path, with_draft: bool, draft_head: DraftHeadOptions) -> None:
     from tqdm import tqdm
 
     from export.config import load_config
@@ -71,10 +77,10 @@ def _export(model: Path, folder: Path, with_draft: bool) -> None:
     from export.gguf_file import GGUFFile
 
     file = GGUFFile.open(model)
-    total = count_weights(file, load_config(file, draft=with_draft))
+    total = count_weights(file, load_config(file, draft=with_draft), draft_head)
     label = f"exporting {model.name}"
     with tqdm(total=total, unit="w", unit_scale=True, desc=label, file=sys.stderr, leave=False, disable=None) as bar:
-        manifest = export_model(model, folder, draft=with_draft, progress=bar.update)
+        manifest = export_model(model, folder, draft=with_draft, draft_head=draft_head, progress=bar.update)
     for note in manifest.notes:
         print(f"note: {note}", file=sys.stderr)
 

@@ -17,6 +17,7 @@ from runtime.engine import SavedState
 # Softmax, and the product with the values, must sum a key's share the same way whatever the cache length is. With
 # lengths of whole multiples of this, longer caches only append zeros to every partial sum.
 CACHE_STEP = 256
+PREFILL_CHUNK = 256
 _MIN_VERSION = (1, 32)
 
 

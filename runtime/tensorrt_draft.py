@@ -10,6 +10,7 @@ from engines.errors import NumericError
 from runtime.control_block import MAX_STEPS
 from runtime.cuda import DeviceBuffer, Event
 from runtime.device_rows import DeviceRows, RowPool
+from runtime.draft_tokens import DraftTokens
 from runtime.engine import DraftedPass, Sampler
 from runtime.tensorrt_session import EngineSession
 from runtime.tensorrt_trunk import GREEDY, Shared, TensorrtTrunk
@@ -21,14 +22,15 @@ _F32_BYTES = 4
 class TensorrtDraft:
     """The NextN head of one sequence (see `runtime.engine.DraftEngine`). Its own KV cache; rows come from the trunk."""
 
-    def __init__(self, session: EngineSession, shared: Shared) -> None:
+    def __init__(self, session: EngineSession, shared: Shared, tokens: DraftTokens) -> None:
         self.prefill_chunk = shared.manifest.options.prefill_chunk
         self._session, self._shared = session, shared
         geometry = shared.geometry
         self._num_rows = shared.manifest.options.max_rows  # of the decode profile
         row_nbytes = geometry.hidden_size * _F32_BYTES
         self._row_nbytes = row_nbytes
-        self._logits = DeviceBuffer(geometry.vocab_size * _F32_BYTES)
+        self._tokens = tokens
+        self._logits = DeviceBuffer(tokens.count * _F32_BYTES)
         # A step reads the last row that the step before wrote, so they take turns.
         self._hidden_out = [DeviceBuffer(self.prefill_chunk * row_nbytes), DeviceBuffer(row_nbytes)]
         taken = DeviceBuffer(self._num_rows * row_nbytes)
@@ -48,14 +50,15 @@ class TensorrtDraft:
 
     @property
     def logits(self) -> np.ndarray:
-        """Of the last step, [1, V] f32, copied to the host."""
-        shape = (self._num_logits, self._shared.geometry.vocab_size)
-        return self._shared.stream.read(self._logits.address, shape, np.float32)
+        """Of the last step, [1, V] f32, copied to the host; -inf where the head cannot tell."""
+        shape = (self._num_logits, self._tokens.count)
+        return self._tokens.whole_rows(self._shared.stream.read(self._logits.address, shape, np.float32))
 
     def start(self, sampler: Sampler) -> None:
         self._sampler, self._position, self._num_logits = sampler, 0, 0
         params = device_params(sampler)
-        self._on_device = params is not None
+        # The choice on the device takes a logit's index for its token.
+        self._on_device = params is not None and self._tokens.ids is None
         if params is not None:
             self._shared.control.draft_sampling[:] = np.frombuffer(sampling_bytes(params), np.uint8)
 
@@ -162,13 +165,12 @@ class TensorrtDraft:
     def _steps(self, count: int, n: int, hidden: int) -> None:
         """Queue n chained steps, the first over ``count`` rows; draft i becomes token i of the verify pass."""
         assert 1 <= n <= MAX_STEPS, n
-        control, vocab = self._shared.control, self._shared.geometry.vocab_size
-        tokens = control.at("draft_tokens")
+        control, tokens = self._shared.control, self._shared.control.at("draft_tokens")
         for step in range(n):
             hidden = self._step(step, count, tokens, hidden)
             tokens = control.at_token(step + 1)
             sampling, position = control.at("draft_sampling"), control.at_draft_position(step)
-            self._shared.choice.enqueue(self._logits.address, 1, vocab, sampling, position, count, tokens)
+            self._shared.choice.enqueue(self._logits.address, 1, self._tokens.count, sampling, position, count, tokens)
             count = 1
 
     def _step(self, step: int, count: int, tokens: int, hidden: int) -> int:

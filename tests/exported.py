@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from engines.draft_head import DraftHeadOptions
 from engines.manifest import Manifest
-from export.exporter import export_model
+from export.exporter import WHOLE_HEAD, export_model
 from runtime.controller import FixedDraft, Round
 from runtime.engine import Sampler
 from runtime.engine_onnxruntime import OnnxDraftEngine, OnnxTrunkEngine, open_engines
@@ -41,9 +42,9 @@ class Exported:
         return trunk, draft
 
 
-def export(model: Path, folder: Path) -> Exported:
+def export(model: Path, folder: Path, draft_head: DraftHeadOptions = WHOLE_HEAD) -> Exported:
     """Export ``model`` into ``folder``."""
-    return Exported(model, folder, export_model(model, folder))
+    return Exported(model, folder, export_model(model, folder, draft_head=draft_head))
 
 
 def greedy(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:

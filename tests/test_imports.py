@@ -20,19 +20,21 @@ ALLOWED = {
     "plugins.ops": (),
     "engines.errors": (),
     "engines.manifest": ("engines.errors",),
+    "engines.draft_head": ("engines.errors",),
     "engines": ("export", "plugins"),
     "plugins": ("engines.errors",),
-    "export": ("plugins.ops", "engines.manifest", "engines.errors"),
+    "export": ("plugins.ops", "engines.manifest", "engines.draft_head", "engines.errors"),
     "runtime": (
         "plugins.load",
         "plugins.log",
         "engines.manifest",
+        "engines.draft_head",
         "engines.engine_manifest",
         "engines.cache",
         "engines.errors",
     ),
 }
-ALONE = ("plugins.ops", "engines.errors", "engines.manifest")
+ALONE = ("plugins.ops", "engines.errors", "engines.manifest", "engines.draft_head")
 # Its functions export a .gguf that a command line was given.
 EXPORTS_ON_DEMAND = "runtime.model_cache"
 # What a machine that only runs exported folders does without.

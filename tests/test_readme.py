@@ -26,7 +26,18 @@ PYTHON = ".venv/bin/python"
 # Commands that are run, with flags that make them quick. Of other modules the flags are looked up, see `try_command`.
 RUN = {"runtime.generate": "-n 8", "runtime.check": "--n-prompts 1 -n 8", "export": ""}
 # What `make test` hands down, and what the Makefile takes from the environment.
-MAKE_VARIABLES = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "VENV", "MODEL", "PROMPT", "OUT"}
+MAKE_VARIABLES = {
+    "MAKEFLAGS",
+    "MAKELEVEL",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "PYTHON",
+    "VENV",
+    "MODEL",
+    "PROMPT",
+    "OUT",
+    "DRAFT_HEAD",
+}
 
 
 def fenced(text: str, language: str) -> list[str]:

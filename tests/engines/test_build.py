@@ -13,6 +13,7 @@ import pytest
 
 from engines import build, network
 from engines.build import build_engines, main
+from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import ENGINES_NAME, Binding, EngineOptions, load_engine_manifest, pool_size
 from engines.errors import EngineError, ResourceError, UsageError
 from engines.manifest import load_manifest
@@ -289,6 +290,48 @@ def test_command_line_says_which_layers_are_single_ops(
         assert "note: trunk: blk." in (said := capsys.readouterr().err) and "gate and up" in said
     assert main([*arguments, "--lowering", "ops"]) == 0
     assert "single ops" not in capsys.readouterr().err
+
+
+@pytest.mark.trt
+def test_a_cut_draft_head(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the .gguf in one go; its rows are a weight of the draft engine, uploaded from a file of their own."""
+    folder, text = tmp_path / "x", tmp_path / "text"
+    arguments = [str(tiny("q4_k_m")), "-o", str(folder), *SMALL]
+    assert main([*arguments, "--draft-head-rows", "290", "--draft-head-type", "q4_k"]) == 0
+    assert "note: draft head: 290 of 320 rows, Q6_K as Q4_K" in capsys.readouterr().err
+    manifest = load_engine_manifest(folder)
+    draft, trunk = manifest.engines["draft"], manifest.engines["trunk"]
+    assert next(each.shape for each in draft.outputs if each.name == "logits") == ("R", 290)
+    assert next(each.shape for each in trunk.outputs if each.name == "logits") == ("R", 320)
+    place = manifest.weights["blk.4.draft_head.weight"]
+    (piece,) = place.pieces
+    assert (piece.file, piece.offset, piece.nbytes, place.shape) == ("draft_head.bin", 0, 290 * 144, (290, 1, 144))
+    assert "blk.4.draft_head.weight" in draft.weights and "output.weight" not in draft.weights
+    text.write_text("the thing and the others")
+    for flags, built in (
+        (["--draft-head-rows", "290", "--draft-head-type", "q4_k"], False),
+        (["--draft-head-rows", "290"], True),
+        (["--draft-head-rows", "290", "--draft-head-text", str(text)], True),
+        (["--draft-head-rows", "290", "--draft-head-text", str(text)], False),
+        ([], True),
+    ):
+        assert main([*arguments, *flags]) == 0
+        assert ("up to date" not in capsys.readouterr().out) == built, flags
+    assert main([str(folder), "--draft-head-rows", "290"]) == 2
+    assert "is exported already" in capsys.readouterr().err
+
+
+@pytest.mark.trt
+def test_an_embedded_draft_head_is_rebuilt_when_its_values_change(tiny: Tiny, tmp_path: Path) -> None:
+    """Its rows are no part of the .gguf, whose key is the same."""
+    keys = set()
+    for folder, counts in (("x", "the the"), ("y", "and and")):
+        (tmp_path / counts).write_text(counts)
+        options = DraftHeadOptions(265, texts=(tmp_path / counts,))
+        export_model(tiny("q4_k_m"), tmp_path / folder, target="tensorrt", draft_head=options)
+        manifest, _ = build_engines(tmp_path / folder, replace(OPTIONS, embed_weights=True))
+        keys.add(manifest.build_key)
+    assert len(keys) == 2
 
 
 @pytest.mark.trt

@@ -22,6 +22,7 @@ from engines.cache import (
     part_name,
     to_remove,
 )
+from engines.draft_head import DraftHeadOptions
 from runtime.model_cache import exported_folder
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -70,6 +71,13 @@ def test_an_export_is_listed_and_kept(tiny: Tiny, tmp_path: Path, capsys: pytest
     assert main(["--cache-dir", str(tmp_path), "--max-gb", "0"]) == 0
     out = capsys.readouterr().out
     assert not folder.exists() and f"removed {entry.nbytes / 1e9:8.3f} GB" in out and "in 0 exports" in out
+
+
+def test_draft_heads_are_entries_of_their_own(tiny: Tiny, tmp_path: Path) -> None:
+    whole = exported_folder(tiny("f32"), draft=True, cache_dir=tmp_path)
+    cut = exported_folder(tiny("f32"), draft=True, cache_dir=tmp_path, draft_head=DraftHeadOptions(300))
+    assert cut.name.startswith(f"{whole.name}-")
+    assert {(entry.path, entry.useless) for entry in entries(tmp_path)} == {(whole, ""), (cut, "")}
 
 
 def test_use_is_remembered(tiny: Tiny, tmp_path: Path) -> None:

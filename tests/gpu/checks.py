@@ -64,14 +64,16 @@ def run(
     max_tokens: int,
     params: SamplingParams,
     ends: tuple[int, ...] = (),
+    on_host: bool = False,
 ) -> tuple[list[int], SpecStats]:
-    stats = SpecStats()
+    """on_host: tokens are chosen from copies of the logits, by the definition."""
+    stats, sampler = SpecStats(), make_sampler(params)
     draft = engines.draft if n_drafts else None
     tokens = generate(
         engines.trunk,
         draft,
         prompt,
-        sampler=make_sampler(params),
+        sampler=(lambda logits, positions: sampler(logits, positions)) if on_host else sampler,
         controller=FixedDraft(n_drafts),
         max_tokens=max_tokens,
         end_token_ids=ends,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import EngineOptions
 from engines.errors import EngineError
 from engines.manifest import load_manifest
@@ -44,6 +45,9 @@ RANDOM_MODELS = (
 )
 # Odd in one way that numbers show.
 ODD_MODELS = ("tied", "tied_copied", "norms_all_one", "gdn_no_decay", "gdn_fast_decay")
+# The trained one with a smaller LM head for its drafts: a quarter of the rows, in Q4_K.
+CUT_HEAD = "trained.cut"
+_CUT = DraftHeadOptions(1024, "q4_k")
 MODELS = (*TRAINED_MODELS, *KNOWN_TEXT_MODELS, *RANDOM_MODELS, *ODD_MODELS)
 MAX_ROWS = 8
 CONTEXT = 4096
@@ -62,10 +66,10 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
     from engines.build import build_engines
     from export.exporter import export_model
 
-    for name in MODELS:
+    for name in (*MODELS, CUT_HEAD):
         model = model_file(folder, name)
         if not _is_current(folder / name):
-            export_model(model, folder / name, target="tensorrt")
+            export_model(model, folder / name, target="tensorrt", draft_head=_draft_head(name))
         context = min(CONTEXT, load_manifest(folder / name).geometry.context_length)
         lowering = "ops" if SINGLE_OPS in name else "layers"
         kv_cache = "int8" if name.endswith(INT8_CACHES) else "f16"
@@ -76,10 +80,14 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
             _write_reference(folder, name, ONNXRUNTIME, onnxruntime_rows(folder, name))
     if not _reference(folder, "trained", LLAMACPP).exists():
         _write_reference(folder, "trained", LLAMACPP, llamacpp_rows(folder))
-    for name in TRAINED_MODELS:
+    for name in (*TRAINED_MODELS, CUT_HEAD):
         if not _acceptance(folder, name).exists():
             _acceptance(folder, name).write_text(json.dumps(onnxruntime_acceptance(folder, name)))
     return folder
+
+
+def _draft_head(name: str) -> DraftHeadOptions:
+    return _CUT if name == CUT_HEAD else DraftHeadOptions()
 
 
 def _is_current(folder: Path) -> bool:
@@ -100,7 +108,7 @@ def model_file(folder: Path, name: str) -> Path:
     from tests.vocabulary_files import TRAINED_MODEL
 
     name = name.removesuffix(INT8_CACHES).removesuffix(SINGLE_OPS)
-    path = TRAINED_MODEL if name == "trained" else folder / f"{name}.gguf"
+    path = TRAINED_MODEL if name in ("trained", CUT_HEAD) else folder / f"{name}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     return path if path.exists() else write_named(name, folder)
 
@@ -128,7 +136,7 @@ def _canonical(folder: Path, name: str) -> Exported:
     from tests.exported import export
     from tests.rounded_caches import with_rounded_caches
 
-    exported = export(model_file(folder, name), folder / ".canonical" / name)
+    exported = export(model_file(folder, name), folder / ".canonical" / name, _draft_head(name))
     if not name.endswith(INT8_CACHES):
         return exported
     rounded = folder / ".canonical" / f"{name}.rounded"

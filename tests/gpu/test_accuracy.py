@@ -13,6 +13,7 @@ from tests.compare import kl_divergence
 from tests.gpu.checks import run
 from tests.gpu.conftest import Opened
 from tests.gpu.prepare import (
+    CUT_HEAD,
     DRAFTS,
     LLAMACPP,
     MAX_ROWS,
@@ -74,3 +75,14 @@ def test_acceptance_is_the_others(opened: Open, prepared: Path, name: str) -> No
     assert ours == pytest.approx(peer, abs=ACCEPTANCE_MAX_ABS)
     # Engines of different rounding part only where the best two logits are closer than that.
     assert unlike <= len(recorded()) // 3
+
+
+def test_acceptance_of_a_cut_draft_head(opened: Open, prepared: Path) -> None:
+    engines, accepted, drafted = opened(CUT_HEAD), 0, 0
+    for one in recorded():
+        _, stats = run(engines, one.prompt, DRAFTS, NEW_TOKENS, SamplingParams())
+        accepted, drafted = accepted + stats.draft_n_accepted, drafted + stats.draft_n
+    whole, onnxruntime = read_acceptance(prepared, "trained"), read_acceptance(prepared, CUT_HEAD)
+    print(f"acceptance {accepted / drafted:.4f}, ONNX Runtime {onnxruntime:.4f}, with the whole head {whole:.4f}")
+    assert accepted / drafted == pytest.approx(onnxruntime, abs=ACCEPTANCE_MAX_ABS)
+    assert onnxruntime < whole

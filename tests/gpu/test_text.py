@@ -13,7 +13,7 @@ from runtime.sampling import SamplingParams
 from runtime.session import Session, SpecOptions, open_session
 from tests.gpu.checks import run
 from tests.gpu.conftest import Opened
-from tests.gpu.prepare import MAX_ROWS, TRAINED_MODELS
+from tests.gpu.prepare import CUT_HEAD, MAX_ROWS, TRAINED_MODELS
 from tests.known_text import ENDLESS, RING, STOP_INSIDE
 from tests.peer.speculation import recorded
 
@@ -54,6 +54,24 @@ def test_drafting_leaves_the_text_alone(opened: Open, name: str, params: Samplin
         text, stats = run(engines, one.prompt, n_drafts, 128, params)
         assert text == plain
         assert stats.draft_n_accepted > 0
+
+
+@pytest.mark.parametrize("n_drafts", [1, 3, 7])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(0.8, seed=5), SamplingParams(1.2, min_p=0.05, seed=6)], ids=str
+)
+def test_a_cut_draft_head(opened: Open, params: SamplingParams, n_drafts: int) -> None:
+    """Its rows stand for true tokens, whose noise they are drawn with: the device drafts what the host does from a row
+    of all tokens in which the others are masked. The text is that of plain decoding."""
+    engines, known = opened(CUT_HEAD), 0
+    for one in recorded()[:6]:
+        plain, _ = run(engines, one.prompt, 0, 96, params)
+        text, stats = run(engines, one.prompt, n_drafts, 96, params)
+        _, want = run(engines, one.prompt, n_drafts, 96, params, on_host=True)
+        assert text == plain
+        assert (stats.draft_n, stats.draft_n_accepted) == (want.draft_n, want.draft_n_accepted)
+        known += stats.draft_n_accepted
+    assert known > 0
 
 
 def test_check(prepared: Path) -> None:

@@ -68,7 +68,8 @@ def trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
         logits[i] = logits_of(states[row])[0]
 
 
-def draft_pass(at: dict[str, int], count: int, num_rows: int) -> None:
+def draft_pass(at: dict[str, int], count: int, num_rows: int, ids: np.ndarray) -> None:
+    """ids: the tokens of the logits."""
     assert num_rows == 1
     tokens, position, row = (
         array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("position", 1), ("rows", 1))
@@ -86,7 +87,7 @@ def draft_pass(at: dict[str, int], count: int, num_rows: int) -> None:
         states.append(next_state(before, token))
         out[i] = 0
         out[i, :2].view(np.int64)[0] = states[-1]
-    array(at["logits"], (1, VOCAB), np.float32)[0] = twisted(states[row[0]])
+    array(at["logits"], (1, len(ids)), np.float32)[0] = twisted(states[row[0]]).ravel()[ids]
 
 
 def twisted(state: int) -> np.ndarray:

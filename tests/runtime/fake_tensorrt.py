@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +34,10 @@ from tests.runtime.fake_passes import (
     trunk_pass,
 )
 
+ALL_TOKENS = np.arange(VOCAB, dtype=np.int32)
 
-def _engine(role: str) -> Engine:
+
+def _engine(role: str, draft_ids: np.ndarray) -> Engine:
     draft = role == "draft"
     cache = (2, CONTEXT, 1, 4)
     state = [Binding("blk.2.cache", "float16", cache)] if draft else []
@@ -43,7 +45,8 @@ def _engine(role: str) -> Engine:
     inputs = [Binding("tokens", "int32", ("T",)), Binding("position", "int32", (1,))]
     inputs += [Binding("hidden", "float32", ("T", HIDDEN))] if draft else [Binding("slot", "int32", (1,))]
     inputs += [Binding("rows", "int32", ("R",)), *state]
-    outputs = [Binding("logits", "float32", ("R", VOCAB)), Binding("hidden.out", "float32", ("T", HIDDEN))]
+    count = len(draft_ids) if draft else VOCAB
+    outputs = [Binding("logits", "float32", ("R", count)), Binding("hidden.out", "float32", ("T", HIDDEN))]
     outputs += [Binding(f"{each.name}.out", each.dtype, each.shape, each.name) for each in state]
     rows = 1 if draft else MAX_ROWS
     profiles = (Profile("decode", MAX_ROWS, rows), Profile("prefill", CHUNK, 1))
@@ -52,9 +55,9 @@ def _engine(role: str) -> Engine:
     return Engine(f"{role}.engine", len(data), digest, tuple(inputs), tuple(outputs), profiles, ("shared.weight",))
 
 
-def write_engines(folder: Path, manifest: Manifest) -> EngineManifest:
-    """Engine files and engines.json of the toy."""
-    engines = {role: _engine(role) for role in ("trunk", "draft")}
+def write_engines(folder: Path, manifest: Manifest, draft_ids: np.ndarray = ALL_TOKENS) -> EngineManifest:
+    """Engine files and engines.json of the toy. draft_ids: the tokens that its draft head knows."""
+    engines = {role: _engine(role, draft_ids) for role in ("trunk", "draft")}
     for role, engine in engines.items():
         (folder / engine.file).write_bytes(role.encode())
     # Two tensors of the file, in the other order than in the weight.
@@ -80,10 +83,12 @@ def toy_manifest() -> Manifest:
 
 @dataclass
 class FakeModule:
-    """Stands in for the TensorRT module. reason: why engines do not load, if they do not."""
+    """Stands in for the TensorRT module. reason: why engines do not load, if they do not. draft_ids: those of
+    `write_engines`."""
 
     fake: FakeCuda
     reason: str = ""
+    draft_ids: np.ndarray = field(default_factory=lambda: ALL_TOKENS)
 
     ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="ours")
     DynamicShapesKernelSpecializationStrategy = SimpleNamespace(NONE="none")
@@ -95,14 +100,14 @@ class FakeModule:
         if self.reason:
             tensorrt_session.logger().log(self.reason)
             return None
-        return FakeEngine(self.fake, _engine(data.decode()))
+        return FakeEngine(self.fake, _engine(data.decode(), self.draft_ids), self.draft_ids)
 
 
 class FakeEngine:
     num_optimization_profiles = 2
 
-    def __init__(self, fake: FakeCuda, spec: Engine) -> None:
-        self.fake, self.spec = fake, spec
+    def __init__(self, fake: FakeCuda, spec: Engine, draft_ids: np.ndarray) -> None:
+        self.fake, self.spec, self.draft_ids = fake, spec, draft_ids
 
     def get_device_memory_size_for_profile_v2(self, index: int) -> int:
         return 1000 + index
@@ -113,12 +118,12 @@ class FakeEngine:
     def create_execution_context(self, how: SimpleNamespace | str) -> FakeContext:
         """how: a runtime configuration, or, for the TensorRT without those, where the memory comes from."""
         assert how == "ours" or how.dynamic_shapes_kernel_specialization_strategy == "none"
-        return FakeContext(self.fake, self.spec)
+        return FakeContext(self.fake, self.spec, self.draft_ids)
 
 
 class FakeContext:
-    def __init__(self, fake: FakeCuda, spec: Engine) -> None:
-        self.fake, self.spec = fake, spec
+    def __init__(self, fake: FakeCuda, spec: Engine, draft_ids: np.ndarray) -> None:
+        self.fake, self.spec, self.draft_ids = fake, spec, draft_ids
         self.addresses: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.names = {each.name for each in (*spec.inputs, *spec.outputs)} | set(spec.weights)
@@ -143,9 +148,11 @@ class FakeContext:
         assert set(self.addresses) == self.names, self.names - set(self.addresses)
         for output in self.spec.outputs:
             assert not output.alias or self.addresses[output.name] == self.addresses[output.alias]
-        compute = draft_pass if "hidden" in self.names else trunk_pass
         addresses, tokens, rows = dict(self.addresses), self.shapes["tokens"][0], self.shapes["rows"][0]
-        self.fake.stream(stream).add(lambda: compute(addresses, tokens, rows))
+        if "hidden" in self.names:
+            self.fake.stream(stream).add(lambda: draft_pass(addresses, tokens, rows, self.draft_ids))
+        else:
+            self.fake.stream(stream).add(lambda: trunk_pass(addresses, tokens, rows))
         return True
 
 

@@ -197,6 +197,6 @@ def test_kl_compares_the_same_position() -> None:
     [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 1), ([1, 2, 3], [1, 2], 2), ([], [4], 0)],
 )
 def test_the_first_difference(plain: list[int], drafted: list[int], at: int | None) -> None:
-    result = PromptResult(plain, drafted, SpecStats(), SpecStats(), HeadAgreement(1, 0, None))
+    result = PromptResult(plain, drafted, SpecStats(), SpecStats(), HeadAgreement(1, 0, None, 1))
     assert result.first_difference == at
     assert len(Report.of([result]).failures(0.0)) == (0 if at is None else 1)

@@ -12,8 +12,9 @@ import pytest
 
 from engines.errors import EngineError, NumericError
 from engines.manifest import load_manifest
+from runtime import onnx_draft
 from runtime.engine_onnxruntime import open_engines
-from runtime.onnx_session import CACHE_STEP, check_version
+from runtime.onnx_session import CACHE_STEP, check_version, run_session
 from runtime.sampling import SamplingParams, choose
 from tests import compare
 from tests.exported import Exported, append, greedy, prefill, shifted, trunk_rows
@@ -186,3 +187,24 @@ def test_head_without_drafting(exported: Export) -> None:
         trunk, draft = open_engines(model.folder, model.manifest, context_size=64, threads=1, draft=wanted)
         assert draft is None
         assert np.isfinite(trunk_rows(trunk, token_ids(320, 8))[0]).all()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_of_the_last_round_ride_along_with_the_first_draft(
+    exported: Export, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Catching up is no pass of its own: n drafts after any number of rows are n passes of the head."""
+    trunk, draft = exported("agreeing").engines()
+    hidden = shifted(trunk_rows(trunk, [1, 2, 3, 4])[1])
+    passes: list[object] = []
+
+    def counted(session: object, binding: object) -> None:
+        passes.append(session)
+        run_session(session, binding)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(onnx_draft, "run_session", counted)
+    for rows in (1, 4):
+        draft.start(greedy)
+        passes.clear()
+        drafts = draft.draft([1, 2, 3, 4][:rows], hidden[:rows], n)
+        assert (len(drafts), len(passes)) == (n, n)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engines.errors import EngineError, NumericError
-from runtime.controller import FixedDraft
+from engines.manifest import Manifest
+from runtime.controller import FixedDraft, Round
 from runtime.engine import Sampler
 from runtime.engine_tensorrt import open_engines
 from runtime.pass_costs import measure_pass_costs
@@ -17,9 +19,10 @@ from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_trunk import TensorrtTrunk
-from tests.runtime.fake_engines import START_STATE, ToyHead, ToyTrunk, logits_of, next_state, plain_decode
+from tests.runtime import fake_tensorrt
+from tests.runtime.fake_engines import START_STATE, VOCAB, ToyHead, ToyTrunk, logits_of, next_state, plain_decode
 from tests.runtime.fake_passes import CHUNK, CONTEXT, MAX_ROWS, twisted
-from tests.runtime.fake_tensorrt import FakeGpu, FakeModule, install, toy_manifest, write_engines
+from tests.runtime.fake_tensorrt import ALL_TOKENS, FakeGpu, FakeModule, install, toy_manifest, write_engines
 
 PROMPT = [5, 3, 8, 1, 9, 2, 7, 7, 4, 0, 11, 6, 2, 2, 12, 3, 1, 10, 5, 5, 4]
 GREEDY = ParamsSampler(SamplingParams())
@@ -54,7 +57,9 @@ def engines(gpu: FakeGpu, folder: Path) -> Engines:
 
 
 class ToyTwistedHead(ToyHead):
-    """The toy head that is wrong where the stand-in's is."""
+    """The toy head that is wrong where the stand-in's is, and cannot name tokens outside ``ids``."""
+
+    ids = ALL_TOKENS
 
     def draft(self, tokens, hidden, n):  # type: ignore[no-untyped-def]
         self._take(tokens, hidden)
@@ -62,7 +67,9 @@ class ToyTwistedHead(ToyHead):
         drafts: list[int] = []
         for position in range(len(self.rows), len(self.rows) + n):
             state = next_state(state or START_STATE, token)
-            token = int(self._sampler(twisted(state)[None], np.array([position]))[0])
+            logits = np.full((1, VOCAB), -np.inf, np.float32)
+            logits[:, self.ids] = twisted(state)[self.ids]
+            token = int(self._sampler(logits, np.array([position]))[0])
             drafts.append(token)
         return np.array(drafts)
 
@@ -85,6 +92,84 @@ def test_text_and_counts_are_the_toy_loops(engines: Engines, name: str, n: int) 
     assert same == text
     assert (stats.draft_n, stats.draft_n_accepted) == (wanted.draft_n, wanted.draft_n_accepted)
     assert n == 0 or 0 < stats.draft_n_accepted < stats.draft_n
+
+
+FEW_TOKENS = np.array([0, 2, 3, 5, 7, 8, 11], np.int32)
+
+
+def cut_head(gpu: FakeGpu, folder: Path) -> Manifest:
+    """Engines in ``folder`` whose draft head knows FEW_TOKENS alone; the export's manifest."""
+    path = folder / "draft_ids.bin"
+    path.write_bytes(FEW_TOKENS.tobytes())
+    manifest = replace(toy_manifest(), files={"draft_ids": (path.name, FEW_TOKENS.nbytes)})
+    gpu.module.draft_ids = FEW_TOKENS
+    write_engines(folder, manifest, FEW_TOKENS)
+    return manifest
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_a_head_that_knows_few_tokens(gpu: FakeGpu, tmp_path: Path, name: str, n: int) -> None:
+    """Drafts by true ids, noise included: accepted counts are those of the toy head that masks the other tokens."""
+    engines = open_engines(tmp_path, cut_head(gpu, tmp_path), context_size=CONTEXT, max_rows=MAX_ROWS)
+    text, stats = run(*engines, SAMPLERS[name], n)
+    assert text == plain_decode(PROMPT, SAMPLERS[name], -1, (), CONTEXT)[0]
+    head = ToyTwistedHead(prefill_chunk=CHUNK)
+    head.ids = FEW_TOKENS
+    _, wanted = run(ToyTrunk(CONTEXT, prefill_chunk=CHUNK), head, SAMPLERS[name], n)
+    assert (stats.draft_n, stats.draft_n_accepted) == (wanted.draft_n, wanted.draft_n_accepted)
+    if name != "unknown to the device":  # its least logit is one of the masked
+        assert 0 < stats.draft_n_accepted < stats.draft_n
+    draft = engines[1]
+    assert draft is not None and draft.logits.shape == (1, VOCAB)
+    assert (np.isfinite(draft.logits[0]) == np.isin(ALL_TOKENS, FEW_TOKENS)).all()
+
+
+def test_engines_of_another_draft_head(gpu: FakeGpu, folder: Path) -> None:
+    manifest = cut_head(gpu, folder)
+    write_engines(folder, toy_manifest())
+    with pytest.raises(EngineError, match=r"logits of 13 tokens, the export's draft head knows 7; .*engines.build"):
+        open_engines(folder, manifest, context_size=CONTEXT, max_rows=MAX_ROWS)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_rows_of_the_last_round_ride_along_with_the_first_draft(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """Catching up is no pass of its own: a round of n drafts is n draft passes, the first over the tokens that the
+    round before yielded, and one verify pass."""
+    passes: list[tuple[str, int]] = []
+
+    def recorded(role: str, compute: Callable[..., None]) -> Callable[..., None]:
+        def run_pass(at: dict[str, int], count: int, *rest: object) -> None:
+            passes.append((role, count))
+            compute(at, count, *rest)
+
+        return run_pass
+
+    monkeypatch.setattr(fake_tensorrt, "trunk_pass", recorded("trunk", fake_tensorrt.trunk_pass))
+    monkeypatch.setattr(fake_tensorrt, "draft_pass", recorded("draft", fake_tensorrt.draft_pass))
+    rounds = Watched(n)
+    run(*engines, GREEDY, n, controller=rounds, prompt=PROMPT[:CHUNK])
+    want, waiting = [("trunk", CHUNK), ("draft", CHUNK)], 1  # the row of the token after the prompt waits, too
+    for done in rounds.seen:
+        if done.draft_n:
+            want += [("draft", waiting), *[("draft", 1)] * (done.draft_n - 1)]
+            waiting = 0
+        want.append(("trunk", done.draft_n + 1))
+        waiting += done.n_accept + 1
+    assert passes == want
+
+
+class Watched(FixedDraft):
+    """Remembers its rounds."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.seen: list[Round] = []
+
+    def observe(self, done: Round) -> None:
+        self.seen.append(done)
 
 
 class Pattern(FixedDraft):
