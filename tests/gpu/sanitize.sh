@@ -43,7 +43,7 @@ cases() { # TOOL N: of every kernel test N cases
 }
 
 cases memcheck 6
-cases racecheck 4
+cases racecheck 3
 if [ -n "$prepared" ]; then
   for tool in memcheck racecheck; do
     port=$((port + 20))
