@@ -71,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[test]' (Linux on x86-64)")
 
 
+@pytest.hookimpl(trylast=True)  # a sample of what -k and -m have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take the sample asked for; skip what this machine cannot run, saying what it lacks."""
     if wanted := config.getoption("--sample"):
