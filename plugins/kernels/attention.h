@@ -2,9 +2,9 @@
 #pragma once
 #include "export.h"
 
-// How keys and values are kept. kNEXTN_CACHE_INT8: per row and kv head D int8, then 16 bytes that hold a float32 scale per
-// 64 values (the rest 0); a value is int8 * scale, scale = largest magnitude / 127, rounded to the nearest. Not finite
-// where one of the 64 values is not.
+// How keys and values are kept. kNEXTN_CACHE_INT8: per row and kv head D int8, then 16 bytes that hold a float32 scale
+// per 64 values (the rest 0); a value is int8 * scale, scale = largest magnitude / 127, rounded to the nearest. Not
+// finite where one of the 64 values is not.
 enum NextnCacheType { kNEXTN_CACHE_F16 = 0, kNEXTN_CACHE_INT8 = 1 };
 
 // Per token t at position p = *position + t, query head h of H, kv head h / (H/KV), head size D:
@@ -29,7 +29,7 @@ typedef struct NextnAttention {
     int32_t t, capacity;  // a row at or beyond capacity is not stored and its y is NaN
     int32_t heads, kv_heads, head_dim, rope_dim;
     int32_t cache_type;  // NextnCacheType
-    void* workspace;  // nextn_attention_workspace bytes, 256-byte aligned, no contents kept
+    void* workspace;     // nextn_attention_workspace bytes, 256-byte aligned, no contents kept
     size_t workspace_bytes;
     int32_t flags;  // NEXTN_PDL
 } NextnAttention;

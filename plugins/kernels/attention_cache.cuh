@@ -1,7 +1,7 @@
 // Rows of the KV cache, one kv head's each: how one is stored, and how a tile of them in shared memory is multiplied.
 //
-// HalfRows: D values in f16. ByteRows: D values in int8, then float32 scales, one per 64 values; a value is byte * scale.
-// A row depends on its own values only, so it is the same whatever else is stored with it.
+// HalfRows: D values in f16. ByteRows: D values in int8, then float32 scales, one per 64 values; a value is
+// byte * scale. A row depends on its own values only, so it is the same whatever else is stored with it.
 #pragma once
 #include "ptx.cuh"
 
@@ -9,7 +9,7 @@ namespace nextn {
 
 constexpr int kKEYS = 64;  // rows of a tile
 
-// acc += A B for 16 columns of D in two tensor-core steps' operands; q: [16 * MT][D + 8], rows 16m.. of columns k..k+15.
+// acc[m] += queries 16m.., columns k..k+15 of their layout, times a tensor-core step's keys; q: [16 * MT][PITCH].
 template <int MT, int PITCH>
 __device__ __forceinline__ void multiply_queries(float (&acc)[MT][4], const __half (*q)[PITCH], int k, int lane,
                                                  uint32_t b0, uint32_t b1) {
@@ -141,8 +141,8 @@ struct ByteRows {
         }
     }
 
-    // A thread's operand is keys 2q, 2q+1, 2q+8, 2q+9 of one column. It loads four neighbouring columns of each key, which
-    // become its column of four tiles: column 4g + n of the warp's 32 is column g of tile n.
+    // A thread's operand is keys 2q, 2q+1, 2q+8, 2q+9 of one column. It loads four neighbouring columns of each key,
+    // which become its column of four tiles: column 4g + n of the warp's 32 is column g of tile n.
     template <int MT>
     __device__ static __forceinline__ void add_values(float (&out)[MT][kTILES][4], const __half (*weights)[kKEYS + 8],
                                                       const Tile& values, int warp, int lane) {
@@ -156,11 +156,12 @@ struct ByteRows {
             for (int half = 0; half < 2; ++half) {
                 const uint8_t* row = values[k + 8 * half + 2 * (lane & 3)];
                 const int at = 32 * warp + 4 * (lane >> 2);
-                const uint32_t first = word_at(row + at) ^ 0x80808080u, second = word_at(row + kPITCH + at) ^ 0x80808080u;
+                const uint32_t first = word_at(row + at) ^ 0x80808080u,
+                               second = word_at(row + kPITCH + at) ^ 0x80808080u;
                 const uint32_t low = __byte_perm(first, second, 0x5140), high = __byte_perm(first, second, 0x7362);
                 // byte * 2^-8 is exact; 2^8 * scale stays a normal f16 number for values of 3e-5 to 3e4.
-                const __half2 scale = __floats2half2_rn(256.0f * float_at(row + scale_at),
-                                                        256.0f * float_at(row + kPITCH + scale_at));
+                const __half2 scale =
+                    __floats2half2_rn(256.0f * float_at(row + scale_at), 256.0f * float_at(row + kPITCH + scale_at));
 #pragma unroll
                 for (int n = 0; n < kTILES; ++n) {
                     const uint32_t pair = __byte_perm(n < 2 ? low : high, 0x64646464u, n & 1 ? 0x4342 : 0x4140);
@@ -180,7 +181,9 @@ struct ByteRows {
     }
 
 private:
-    __device__ static __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
+    __device__ static __forceinline__ uint32_t word_at(const uint8_t* p) {
+        return *reinterpret_cast<const uint32_t*>(p);
+    }
     __device__ static __forceinline__ float float_at(const uint8_t* p) { return *reinterpret_cast<const float*>(p); }
     // Two bytes b under 0x64 each: the f16 numbers 1024 + b.
     __device__ static __forceinline__ __half2 biased_half2(uint32_t pair) {

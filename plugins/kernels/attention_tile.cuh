@@ -109,7 +109,8 @@ struct AttentionBlock {
                 const int r = r0 + i * kWARPS;
                 const bool there = place(i, &t) != nullptr;
                 if (there)
-                    norm_rope_head<D>(x[i], p.q_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
+                    norm_rope_head<D>(x[i], p.q_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch,
+                                      lane);
 #pragma unroll
                 for (int e = lane; e < D; e += 32)
                     s.q[r][Rows::query_place(e)] = __float2half_rn(there ? scratch[e] : 0.0f);
@@ -134,7 +135,8 @@ struct AttentionBlock {
         constexpr int kPIECES = Rows::kVALUE_BYTES / 16;  // 16-byte pieces of a row; int8 scales are one more
         constexpr int kSTEP = kATT_THREADS / kPIECES;     // rows that the block copies at once
         const int stride = p.kv_heads * Rows::kBYTES, j0 = threadIdx.x / kPIECES, at = threadIdx.x % kPIECES * 16;
-        const uint8_t* tile = static_cast<const uint8_t*>(cache) + static_cast<int64_t>(key0) * stride + kv * Rows::kBYTES;
+        const uint8_t* tile =
+            static_cast<const uint8_t*>(cache) + static_cast<int64_t>(key0) * stride + kv * Rows::kBYTES;
         if (key0 < end && (kSTEP <= kKEYS || j0 < kKEYS)) {
 #pragma unroll
             for (int j = 0; j < kKEYS; j += kSTEP)
@@ -157,8 +159,8 @@ struct AttentionBlock {
                 s.scores[16 * m + 8 * (e >> 1) + (lane >> 2)][8 * warp + 2 * (lane & 3) + (e & 1)] = acc[m][e];
     }
 
-    // Weights of this tile and the running maximum and sum; 8 or 16 neighbouring threads share a row. Either way a sum is
-    // made of the same parts: keys p, p+8, p+16, p+24 and keys p+32 ..
+    // Weights of this tile and the running maximum and sum; 8 or 16 neighbouring threads share a row. Either way a sum
+    // is made of the same parts: keys p, p+8, p+16, p+24 and keys p+32 ..
     __device__ __forceinline__ void softmax_tile(int key0) {
         constexpr int kPARTS = MT == 1 ? 16 : 8, kMINE = kKEYS / kPARTS;
         const float scale = __fmul_rn(kLOG2E, rsqrtf(static_cast<float>(D)));

@@ -9,16 +9,16 @@ struct AttentionGeometry {
     int32_t heads, kvHeads, dim, ropeDim, cacheType;
 
     explicit AttentionGeometry(Attributes const& a)
-        : heads(a.integer("heads")), kvHeads(a.integer("kv_heads")), dim(a.integer("head_dim")),
-          ropeDim(a.integer("rope_dim")), cacheType(a.integer("cache_type")) {}
+        : heads(a.integer("heads")),
+          kvHeads(a.integer("kv_heads")),
+          dim(a.integer("head_dim")),
+          ropeDim(a.integer("rope_dim")),
+          cacheType(a.integer("cache_type")) {}
 
     static std::vector<AttributeSpec> attributes() {
-        return {{"heads", AttributeKind::kINT},
-                {"kv_heads", AttributeKind::kINT},
-                {"head_dim", AttributeKind::kINT},
-                {"rope_dim", AttributeKind::kINT},
-                {"cache_type", AttributeKind::kINT},
-                {"epsilon", AttributeKind::kFLOAT}};
+        return {{"heads", AttributeKind::kINT},      {"kv_heads", AttributeKind::kINT},
+                {"head_dim", AttributeKind::kINT},   {"rope_dim", AttributeKind::kINT},
+                {"cache_type", AttributeKind::kINT}, {"epsilon", AttributeKind::kFLOAT}};
     }
 
     int64_t queryDim() const { return static_cast<int64_t>(heads) * dim; }
