@@ -1,5 +1,7 @@
-// Prefill, and decode below compute capability 9.0: conv over all channels, delta rule, output norm.
+// Prefill by chunks (gated_delta_net_chunks.cuh).  Where the state after each token is wanted, and for decode below
+// compute capability 9.0, token after token: conv over all channels, delta rule, output norm.
 #include "gated_delta_net.cuh"
+#include "gated_delta_net_chunks.cuh"
 #include "launch.cuh"
 
 namespace nextn {
@@ -146,8 +148,10 @@ __global__ void __launch_bounds__(32 * kNORM_WARPS) output_norm_kernel(const __g
                                silu(__ldcg(p.z + t * p.ld_z + h * D + lane + 32 * e)));
 }
 
+bool by_chunks(int t, int slots) { return t > NEXTN_MAX_DECODE_T && t > slots; }
+
 template <int D>
-cudaError_t run(const NextnGatedDeltaNet& p, const DeviceLimits& limits, cudaStream_t stream) {
+cudaError_t run_tokens(const NextnGatedDeltaNet& p, const DeviceLimits& limits, cudaStream_t stream) {
     auto* mixed = static_cast<float*>(p.workspace);
     Launch l;
     l.pdl = p.flags & NEXTN_PDL;
@@ -158,11 +162,24 @@ cudaError_t run(const NextnGatedDeltaNet& p, const DeviceLimits& limits, cudaStr
     l.grid = dim3(p.v_heads * (D / kCOLS));
     l.block = dim3(HeadState<D, kCOLS>::kTHREADS);
     l.smem = one_block_per_sm(limits, sizeof(Chunks<D>));
-    e = launch(l, stream, delta_rule_kernel<D>, p, static_cast<const float*>(mixed));
+    return launch(l, stream, delta_rule_kernel<D>, p, static_cast<const float*>(mixed));
+}
+
+template <int D>
+cudaError_t run(const NextnGatedDeltaNet& p, const DeviceLimits& limits, cudaStream_t stream) {
+    cudaError_t e;
+    if (by_chunks(p.t, p.slots)) {
+        const ChunkWorkspace w = chunk_workspace(p.workspace, p.t, p.k_heads, p.v_heads, D);
+        e = prepare_chunks(p, w, stream);
+        if (e == cudaSuccess) e = scan_chunks(p, w, stream);
+    } else {
+        e = run_tokens<D>(p, limits, stream);
+    }
     if (e != cudaSuccess) return e;
+    Launch l;
+    l.pdl = p.flags & NEXTN_PDL;
     l.grid = dim3(p.v_heads, ceil_div(p.t, kNORM_WARPS));
     l.block = dim3(32 * kNORM_WARPS);
-    l.smem = 0;
     return launch(l, stream, output_norm_kernel<D>, p);
 }
 
@@ -181,7 +198,10 @@ bool valid(const NextnGatedDeltaNet& p) {
 }  // namespace nextn
 
 NEXTN_API size_t nextn_gated_delta_net_workspace(int32_t t, int32_t k_heads, int32_t v_heads, int32_t head_dim) {
-    return sizeof(float) * t * (2 * static_cast<size_t>(k_heads) + v_heads) * head_dim;
+    const size_t rows = sizeof(float) * t * (2 * static_cast<size_t>(k_heads) + v_heads) * head_dim;
+    if (t <= NEXTN_MAX_DECODE_T) return rows;
+    const size_t chunks = nextn::chunk_workspace(nullptr, t, k_heads, v_heads, head_dim).bytes;
+    return rows > chunks ? rows : chunks;
 }
 
 NEXTN_API cudaError_t nextn_gated_delta_net(const NextnGatedDeltaNet* args, cudaStream_t stream) {

@@ -21,13 +21,24 @@ MatmulWorkspace matmul_workspace(void* base, int t, int k) {
                        reinterpret_cast<float*>(take(slots * kGroupTokens * sizeof(float))),
                        reinterpret_cast<float*>(take(NEXTN_MAX_DECODE_T * sizeof(float)))};
     } else {
-        w.half_rows = reinterpret_cast<__half*>(take(sizeof(__half) * t * k));
-        w.half_sums = reinterpret_cast<__half*>(take(sizeof(__half) * t * supers * 16));
+        const size_t padded = round_up(t, 8);
+        w.half_rows = reinterpret_cast<__half*>(take(sizeof(__half) * padded * k));
+        w.half_sums = reinterpret_cast<__half*>(take(sizeof(__half) * padded * supers * 16));
         w.row_scale = reinterpret_cast<float*>(take(sizeof(float) * t));
     }
     w.normed = reinterpret_cast<float*>(take(sizeof(float) * t * k));
     return w;
 }
+
+#ifdef NEXTN_SM90A
+constexpr bool kBUILT_FOR_WGMMA = true;
+#else
+constexpr bool kBUILT_FOR_WGMMA = false;
+cudaError_t kquant_prefill_wgmma(const NextnMatmul&, int, int, const MatmulWorkspace&, const DeviceLimits&,
+                                 cudaStream_t) {
+    return cudaErrorNoKernelImageForDevice;
+}
+#endif
 
 namespace {
 
@@ -70,7 +81,8 @@ NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream)
         else
             prepare |= !decode || !decode_quantizes_itself(m, type, limits);
     }
-    if (prepare) e = decode ? quantize_rows(m, w, stream) : half_rows(m, w, stream);
+    const bool wgmma = kBUILT_FOR_WGMMA && limits.capability == 90;
+    if (prepare) e = decode ? quantize_rows(m, w, stream) : half_rows(m, w, wgmma, stream);
     const bool normed = any_dense && m.norm_weight;
     if (e == cudaSuccess && normed)
         e = nextn_rms_norm(m.x, m.ldx, m.t, m.k, m.norm_weight, m.norm_eps, w.normed, m.k, m.flags, stream);
@@ -81,6 +93,8 @@ NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream)
             e = dense_rows(m, first, end - first, normed ? w.normed : m.x, normed ? m.k : m.ldx, stream);
         else if (decode)
             e = kquant_decode(m, first, end - first, w.quantized, limits, stream);
+        else if (wgmma)
+            e = kquant_prefill_wgmma(m, first, end - first, w, limits, stream);
         else
             e = kquant_prefill(m, first, end - first, w, stream);
     }

@@ -203,6 +203,28 @@ def test_prefill(rng: np.random.Generator, name: str, t: int, n: int, k: int) ->
 
 
 @pytest.mark.parametrize("name", K_QUANTS)
+@pytest.mark.parametrize(("t", "n"), [(520, 8448), (300, 4000)])  # tiles of 256 and of 128 tokens on an H200
+def test_prefill_of_many_tokens(rng: np.random.Generator, name: str, t: int, n: int) -> None:
+    k = 2048
+    weights, x = random_weights(rng, name, n, k), activations(rng, t, k)
+    (y,) = matmul(x, [weights], flags=1)
+    assert relative(y, weights.times(x.astype(np.float64))) < error_bound(name, k)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+@pytest.mark.parametrize(("d", "dmin"), [(0.0, 1e-3), (1e-6, 1e-2), (1e-3, 0.0), (0.0, 0.0), (-1e-3, -1e-3)])
+def test_prefill_of_superblocks_with_odd_scales(rng: np.random.Generator, name: str, d: float, dmin: float) -> None:
+    """Every other superblock has these; a row's sums go through all of them."""
+    k = 1024
+    rows = kquant.random_rows(rng, name, 40, k)
+    blocks = rows.reshape(40, k // 256, -1)
+    blocks[:, 1::2, :4] = np.array([d, dmin], np.float16).view(np.uint8)
+    weights, x = Weights(name, rows, k), activations(rng, 30, k)
+    (y,) = matmul(x, [weights])
+    assert relative(y, weights.times(x.astype(np.float64))) < error_bound(name, k)
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
 @pytest.mark.parametrize("t", [1, 5, 12])
 def test_one_hot_rows_return_single_weights(rng: np.random.Generator, name: str, t: int) -> None:
     """Layout errors show as wrong single weights, apart from errors of accumulation."""
