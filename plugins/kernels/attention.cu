@@ -1,4 +1,6 @@
 #include "attention.h"
+#include <type_traits>
+#include "attention_prefill.cuh"
 #include "attention_tile.cuh"
 #include "launch.cuh"
 
@@ -196,6 +198,9 @@ cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
         l.block = dim3(32);
         e = launch(l, stream, append_kernel<D, Rows>, p);
         if (e != cudaSuccess) return e;
+        if constexpr (kHAS_SM90A && D >= 128 && std::is_same_v<Rows, HalfRows<D>>)
+            if (limits.capability == 90 && p.ld_query % 2 == 0 && p.ld_y % 2 == 0)
+                return attention_prefill_wgmma(p, stream);
         const bool wide = sizeof(AttentionShared<D, 4, Rows>) <= static_cast<size_t>(limits.smem_per_block);
         return wide ? run_prefill<D, 4, Rows>(p, stream) : run_prefill<D, 2, Rows>(p, stream);
     }

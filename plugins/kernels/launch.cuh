@@ -8,6 +8,13 @@ struct DeviceLimits {
     int sm_count = 0, smem_per_block = 0, smem_per_sm = 0, capability = 0;  // capability: 90 for 9.0
 };
 
+// Is the code in the library that only compute capability 9.0 can run (files *_sm90a.cu)?
+#ifdef NEXTN_SM90A
+constexpr bool kHAS_SM90A = true;
+#else
+constexpr bool kHAS_SM90A = false;
+#endif
+
 // Limits of the current device, or an error.
 inline cudaError_t device_limits(DeviceLimits* out) {
     int device = 0, major = 0, minor = 0;

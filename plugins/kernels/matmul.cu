@@ -30,17 +30,14 @@ MatmulWorkspace matmul_workspace(void* base, int t, int k) {
     return w;
 }
 
-#ifdef NEXTN_SM90A
-constexpr bool kBUILT_FOR_WGMMA = true;
-#else
-constexpr bool kBUILT_FOR_WGMMA = false;
-cudaError_t kquant_prefill_wgmma(const NextnMatmul&, int, int, const MatmulWorkspace&, const DeviceLimits&,
-                                 cudaStream_t) {
-    return cudaErrorNoKernelImageForDevice;
-}
-#endif
-
 namespace {
+
+cudaError_t prefill(const NextnMatmul& m, int first, int count, const MatmulWorkspace& w, const DeviceLimits& limits,
+                    bool wgmma, cudaStream_t stream) {
+    if constexpr (kHAS_SM90A)
+        if (wgmma) return kquant_prefill_wgmma(m, first, count, w, limits, stream);
+    return kquant_prefill(m, first, count, w, stream);
+}
 
 bool valid(const NextnMatmul& m) {
     if (m.t < 1 || m.k < 1 || !m.x || m.n_matrices < 1 || m.n_matrices > NEXTN_MAX_MATRICES) return false;
@@ -81,7 +78,7 @@ NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream)
         else
             prepare |= !decode || !decode_quantizes_itself(m, type, limits);
     }
-    const bool wgmma = kBUILT_FOR_WGMMA && limits.capability == 90;
+    const bool wgmma = kHAS_SM90A && limits.capability == 90;
     if (prepare) e = decode ? quantize_rows(m, w, stream) : half_rows(m, w, wgmma, stream);
     const bool normed = any_dense && m.norm_weight;
     if (e == cudaSuccess && normed)
@@ -93,10 +90,8 @@ NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream)
             e = dense_rows(m, first, end - first, normed ? w.normed : m.x, normed ? m.k : m.ldx, stream);
         else if (decode)
             e = kquant_decode(m, first, end - first, w.quantized, limits, stream);
-        else if (wgmma)
-            e = kquant_prefill_wgmma(m, first, end - first, w, limits, stream);
         else
-            e = kquant_prefill(m, first, end - first, w, stream);
+            e = prefill(m, first, end - first, w, limits, wgmma, stream);
     }
     return e;
 }

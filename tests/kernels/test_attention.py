@@ -194,10 +194,13 @@ def test_long_contexts(rng: np.random.Generator, position: int, t: int, cache_ty
     assert relative(layer.run(inputs, position), want) < ERROR
 
 
-@pytest.mark.parametrize("t", [3, 12])
+@pytest.mark.parametrize("shape", [TINY, WIDE, NINE_B], ids=str)
+@pytest.mark.parametrize("t", [3, 12, 50])
 @both_caches
-def test_rows_beyond_the_capacity_are_nan_and_write_nothing(rng: np.random.Generator, t: int, cache_type: int) -> None:
-    layer = Layer(rng, TINY, 64, cache_type=cache_type)
+def test_rows_beyond_the_capacity_are_nan_and_write_nothing(
+    rng: np.random.Generator, shape: Shape, t: int, cache_type: int
+) -> None:
+    layer = Layer(rng, shape, 64, cache_type=cache_type)
     layer.fill(rng, 62)
     inputs = layer.inputs(rng, t)
     want, _, _ = layer.reference([x[:2] for x in inputs], 62)
