@@ -122,22 +122,45 @@ __device__ __forceinline__ void group_barrier() {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + static_cast<int>(threadIdx.x >> 7)) : "memory");
 }
 
-// A warpgroup's queries into shared memory, row by row; absent ones are zeros.
+// One row's query and rotation on their way to a warp.
+template <int D>
+struct QueryLoad {
+    float v[D / 32];
+    float2 turn[D / 64];
+    bool there;
+    __device__ __forceinline__ void start(const NextnAttention& p, int row, int position, int kv, int lane) {
+        const int ratio = p.heads / p.kv_heads, pairs = p.rope_dim / 2, t = row / ratio, h = kv * ratio + row % ratio;
+        there = t < p.t && position + t < p.capacity;
+        if (!there) return;
+        load_head<D>(v, p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, lane);
+#pragma unroll
+        for (int n = 0; n < D / 64; ++n) {
+            const int i = lane + 32 * n;
+            if (i < pairs) turn[n] = make_float2(__ldcg(p.cos + t * pairs + i), __ldcg(p.sin + t * pairs + i));
+        }
+    }
+};
+
+// A warpgroup's queries into shared memory; absent rows are zeros.
 template <int D>
 __device__ __forceinline__ void load_queries(const NextnAttention& p, PrefillShared<D>& s, int first_row, int position,
                                              int kv) {
-    const int ratio = p.heads / p.kv_heads, pairs = p.rope_dim / 2, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    constexpr int kTOGETHER = 4;  // rows of a warp whose loads are under way at once
+    const int pairs = p.rope_dim / 2, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float* scratch = s.scratch[warp];
-    for (int r = 16 * warp; r < 16 * warp + 16; ++r) {
-        const int row = first_row + r, t = row / ratio, h = kv * ratio + row % ratio;
-        const bool there = row < p.t * ratio && position + t < p.capacity;
-        if (there)
-            norm_rope_head<D>(p.query_gate + t * p.ld_query + static_cast<int64_t>(h) * 2 * D, p.q_norm, p.eps,
-                              p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
-        for (int e = 2 * lane; e < D; e += 64)
-            *reinterpret_cast<__half2*>(s.q[0] + place(r, e, kROWS)) =
-                there ? __floats2half2_rn(scratch[e], scratch[e + 1]) : __half2();
-        __syncwarp();
+    for (int r0 = 16 * warp; r0 < 16 * warp + 16; r0 += kTOGETHER) {
+        QueryLoad<D> loads[kTOGETHER];
+#pragma unroll
+        for (int i = 0; i < kTOGETHER; ++i) loads[i].start(p, first_row + r0 + i, position, kv, lane);
+#pragma unroll
+        for (int i = 0; i < kTOGETHER; ++i) {
+            const auto turn = [&](int n) { return loads[i].turn[n]; };
+            if (loads[i].there) norm_rope_head<D>(loads[i].v, p.q_norm, p.eps, turn, pairs, scratch, lane);
+            for (int e = 2 * lane; e < D; e += 64)
+                *reinterpret_cast<__half2*>(s.q[0] + place(r0 + i, e, kROWS)) =
+                    loads[i].there ? __floats2half2_rn(scratch[e], scratch[e + 1]) : __half2();
+            __syncwarp();
+        }
     }
     fence_async_proxy();
     group_barrier();

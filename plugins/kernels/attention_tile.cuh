@@ -34,9 +34,10 @@ __device__ __forceinline__ void load_head(float (&v)[D / 32], const float* x, in
 }
 
 // y = rope(rms_norm(x)) of one head by one warp; `row` is a [D] scratch in shared memory that holds y afterwards.
-template <int D>
-__device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const float* norm, float eps, const float* cos,
-                                               const float* sin, int pairs, float* row, int lane) {
+// turn(n): cosine and sine of pair lane + 32 n.
+template <int D, typename Turn>
+__device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const float* norm, float eps, Turn turn,
+                                               int pairs, float* row, int lane) {
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < D / 32; ++j) squares = __fmaf_rn(v[j], v[j], squares);
@@ -46,12 +47,22 @@ __device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const f
 #pragma unroll
     for (int j = 0; j < D / 32; ++j) row[lane + 32 * j] = __fmul_rn(__fmul_rn(v[j], factor), norm[lane + 32 * j]);
     __syncwarp();
-    for (int i = lane; i < pairs; i += 32) {
-        const float a = row[i], b = row[i + pairs], c = __ldcg(cos + i), s = __ldcg(sin + i);
-        row[i] = __fmaf_rn(a, c, -__fmul_rn(b, s));
-        row[i + pairs] = __fmaf_rn(b, c, __fmul_rn(a, s));
+#pragma unroll
+    for (int n = 0; n < (D + 63) / 64; ++n) {
+        const int i = lane + 32 * n;
+        if (i >= pairs) break;
+        const float2 cs = turn(n);
+        const float a = row[i], b = row[i + pairs];
+        row[i] = __fmaf_rn(a, cs.x, -__fmul_rn(b, cs.y));
+        row[i + pairs] = __fmaf_rn(b, cs.x, __fmul_rn(a, cs.y));
     }
     __syncwarp();
+}
+template <int D>
+__device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const float* norm, float eps, const float* cos,
+                                               const float* sin, int pairs, float* row, int lane) {
+    const auto turn = [&](int n) { return make_float2(__ldcg(cos + lane + 32 * n), __ldcg(sin + lane + 32 * n)); };
+    norm_rope_head<D>(v, norm, eps, turn, pairs, row, lane);
 }
 
 // Normalise, rotate and store the key, and store the value, of token t; one warp, scratch [D].
