@@ -5,48 +5,67 @@
 namespace nextn {
 namespace {
 
+constexpr int kPAIR = 2;  // value heads at a time: one to each half of a block
+
 template <int D>
 struct PrepareShared {
     static constexpr int kPITCH = D + 4;  // float2 operands of 8 rows fall into different banks
     float rows[2][kCHUNK_T][kPITCH];        // queries, keys
     float dots[2][kCHUNK_T][kCHUNK_T + 1];  // q_t . k_i, k_t . k_i
-    __align__(16) float l[kCHUNK_T][kCHUNK_T + 4];
-    float log_decay[kCHUNK_T], rate[kCHUNK_T], since_start[kCHUNK_T];
+    __align__(16) float l[kPAIR][kCHUNK_T][kCHUNK_T + 4];  // transposed
+    float log_decay[kPAIR][kCHUNK_T], rate[kPAIR][kCHUNK_T], since_start[kPAIR][kCHUNK_T];
 };
 
-// One channel of a chunk after conv and silu; tokens that are not there are 0.  Moves the channel's window on in the
-// first chunk's block, which is the one that reads the old window.
-struct Channel {
-    float v[kCHUNK_T];
+__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
+// One channel of a chunk: rows as they are read, then, in their place, what conv and silu make of them; tokens that are
+// not there are 0.  TAPS: the conv's kernel, or an upper limit of it.
+template <int TAPS>
+struct Channel {
+    float v[kCHUNK_T], earlier[TAPS - 1], weight[TAPS];  // weights moved to the end
+
+    // The first chunk's block, which is the one that reads the old window, moves it on.
     __device__ __forceinline__ void load(const NextnGatedDeltaNet& p, int t0, int channel, int64_t channels, int slot) {
         const int before = p.conv_kernel - 1, count = min(kCHUNK_T, p.t - t0);
+        const float* rows = p.qkv + t0 * p.ld_qkv + channel;
         float* pool = p.conv_pool + channel;
-        const auto row_at = [&](int t) {  // before the conv; t < 0: of the old window
-            if (t >= 0) return __ldcg(p.qkv + t * p.ld_qkv + channel);
-            return slot < 0 ? 0.0f : __ldcg(pool + (static_cast<int64_t>(slot) * before + t + before) * channels);
-        };
-        float earlier[kMAX_KERNEL], weight[kMAX_KERNEL];  // rows t0 - 8 ..; weights moved to the end
+        const float* window = pool + static_cast<int64_t>(max(slot, 0)) * before * channels;
 #pragma unroll
-        for (int j = 0; j < kMAX_KERNEL; ++j) {
-            const int tap = j - (kMAX_KERNEL - p.conv_kernel);
-            weight[j] = tap < 0 ? 0.0f : p.conv_weight[static_cast<int64_t>(channel) * p.conv_kernel + tap];
-            earlier[j] = kMAX_KERNEL - j > before ? 0.0f : row_at(t0 - kMAX_KERNEL + j);
+        for (int j = 0; j < TAPS; ++j) {
+            const int tap = j - (TAPS - p.conv_kernel);
+            weight[j] = tap < 0 ? 0.0f : p.conv_weight[channel * p.conv_kernel + tap];
         }
 #pragma unroll
-        for (int t = 0; t < kCHUNK_T; ++t) v[t] = t < count ? row_at(t0 + t) : 0.0f;
+        for (int j = 0; j < TAPS - 1; ++j) {
+            const int back = TAPS - 1 - j;  // rows before the chunk
+            earlier[j] = 0.0f;
+            if (back > before) continue;
+            if (t0)
+                earlier[j] = __ldcg(rows - back * p.ld_qkv);
+            else if (slot >= 0)
+                earlier[j] = __ldcg(window + (before - back) * channels);
+        }
+        if (count == kCHUNK_T) {
+#pragma unroll
+            for (int t = 0; t < kCHUNK_T; ++t) v[t] = __ldcg(rows + t * p.ld_qkv);
+        } else {
+#pragma unroll
+            for (int t = 0; t < kCHUNK_T; ++t) v[t] = t < count ? __ldcg(rows + t * p.ld_qkv) : 0.0f;
+        }
         if (t0 == 0)  // there are more tokens than the window has rows
-            for (int j = 0; j < before; ++j) pool[j * channels] = row_at(p.t - before + j);
+            for (int j = 0; j < before; ++j) pool[j * channels] = __ldcg(rows + (p.t - before + j) * p.ld_qkv);
+    }
+    __device__ __forceinline__ void convolve(int kernel, int count) {
 #pragma unroll
         for (int t = kCHUNK_T - 1; t >= 0; --t) {  // backwards, as results replace rows
             float sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < kMAX_KERNEL; ++j) {
-                const int at = t + 1 + j - kMAX_KERNEL;
-                if (j >= kMAX_KERNEL - p.conv_kernel)
-                    sum = __fmaf_rn(weight[j], at < 0 ? earlier[at + kMAX_KERNEL] : v[at], sum);
+            for (int j = 0; j < TAPS; ++j) {
+                const int at = t - (TAPS - 1) + j;
+                if (TAPS == 4 || j >= TAPS - kernel)
+                    sum = __fmaf_rn(weight[j], at < 0 ? earlier[at + TAPS - 1] : v[at], sum);
             }
-            v[t] = t < count ? silu(sum) : 0.0f;
+            v[t] = t < count ? quick_silu(sum) : 0.0f;
         }
     }
 };
@@ -125,101 +144,109 @@ __device__ void multiply_rows(PrepareShared<D>& s) {
     }
 }
 
-// Gates of the chunk, L into shared memory, P and the decays to the workspace.  D[t, i] sums the logs from i + 1 on,
-// so that a strong decay before i costs nothing of what comes after it.
+// Gates of two heads' chunk, L into shared memory, P and the decays to the workspace; a warp has some consecutive rows
+// t, a lane one column i.  D[t, i] sums the logs from i + 1 on, so that a strong decay before i costs nothing of what
+// comes after it.
 template <int D>
-__device__ void decays_of_head(const NextnGatedDeltaNet& p, PrepareShared<D>& s, const ChunkWorkspace& w, int chunk,
-                               int h) {
-    const int t0 = chunk * kCHUNK_T, lane = threadIdx.x & 31;
-    if (threadIdx.x < kCHUNK_T) {
-        const int t = t0 + lane;
+__device__ void decays_of_heads(const NextnGatedDeltaNet& p, PrepareShared<D>& s, const ChunkWorkspace& w, int chunk,
+                                int first_head) {
+    const int t0 = chunk * kCHUNK_T, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = warp; i < kPAIR; i += blockDim.x >> 5) {
+        const int t = t0 + lane, h = first_head + i * p.k_heads;
         float log_decay = 0.0f, rate = 0.0f;
-        if (t < p.t) {
+        if (t < p.t && h < p.v_heads) {
             const float x = __fadd_rn(__ldcg(p.alpha + t * p.ld_gate + h), p.dt_bias[h]);
             log_decay = __fmul_rn(p.a[h], x > 20.0f ? x : log1pf(expf(x)));
             rate = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-__ldcg(p.beta + t * p.ld_gate + h))));
         }
-        s.log_decay[lane] = log_decay;
-        s.rate[lane] = rate;
+        s.log_decay[i][lane] = log_decay;
+        s.rate[i][lane] = rate;
     }
     __syncthreads();
-    const int64_t at = static_cast<int64_t>(chunk) * p.v_heads + h;
-    uint16_t* out = w.p + at * 2 * kCHUNK_T * kCHUNK_T;
-    for (int t = threadIdx.x >> 5; t < kCHUNK_T; t += blockDim.x >> 5) {
-        float sum = 0.0f;
-        for (int j = 1; j <= t; ++j) sum += j > lane ? s.log_decay[j] : 0.0f;
-        const float decay = lane <= t ? expf(sum) : 0.0f;
-        s.l[t][lane] = lane < t ? s.rate[t] * decay * s.dots[1][t][lane] : 0.0f;
-        const float v[1] = {lane <= t ? decay * s.dots[0][t][lane] : 0.0f};
-        store_split<kCHUNK_T * kCHUNK_T>(out + t * kCHUNK_T + lane, v);
-    }
-    if (threadIdx.x < 2 * kCHUNK_T) {  // the first warp from the start, the second to the end
-        float sum = 0.0f;
-        for (int j = 0; j < kCHUNK_T; ++j)
-            sum += (j > lane) == (threadIdx.x >= kCHUNK_T) ? s.log_decay[j] : 0.0f;
-        const float decay = expf(sum);
-        w.decays[at * 2 * kCHUNK_T + threadIdx.x] = decay;
-        if (threadIdx.x < kCHUNK_T) s.since_start[lane] = decay;
+    constexpr int kROWS = kPAIR * kCHUNK_T / (2 * D / 32);  // of a warp
+    const int i = warp * kROWS / kCHUNK_T, first = warp * kROWS % kCHUNK_T, h = first_head + i * p.k_heads;
+    if (h < p.v_heads) {
+        const int64_t at = static_cast<int64_t>(chunk) * p.v_heads + h;
+        uint16_t* out = w.p + at * 2 * kCHUNK_T * kCHUNK_T + lane;
+        float sum = 0.0f, start = 0.0f;  // logs of i + 1 .. t, and of 0 .. t
+        for (int t = 0; t < first + kROWS; ++t) {
+            const float a = s.log_decay[i][t];
+            sum += t > lane ? a : 0.0f;
+            start += a;
+            if (t < first) continue;
+            const float decay = lane <= t ? expf(sum) : 0.0f;
+            s.l[i][lane][t] = lane < t ? s.rate[i][t] * decay * s.dots[1][t][lane] : 0.0f;
+            const float v[1] = {decay * s.dots[0][t][lane]};
+            store_split<kCHUNK_T * kCHUNK_T>(out + t * kCHUNK_T, v);
+            if (lane == 0) s.since_start[i][t] = w.decays[at * 2 * kCHUNK_T + t] = expf(start);
+            if (t == kCHUNK_T - 1) w.decays[(at * 2 + 1) * kCHUNK_T + lane] = decay;
+        }
     }
     __syncthreads();
 }
 
-// (I + L) y = x, row after row.
+// (I + L) y = x; l: the transpose of L.  Every y_i is taken out of the rows below as soon as it is known.
 __device__ __forceinline__ void solve(float (&x)[kCHUNK_T], const float (*l)[kCHUNK_T + 4]) {
 #pragma unroll
-    for (int t = 1; t < kCHUNK_T; ++t)
+    for (int i = 0; i < kCHUNK_T - 1; ++i)
 #pragma unroll
-        for (int i = 0; i < t; i += 4) {
-            const float4 v = *reinterpret_cast<const float4*>(&l[t][i]);
-            x[t] = __fmaf_rn(-v.x, x[i], x[t]);
-            if (i + 1 < t) x[t] = __fmaf_rn(-v.y, x[i + 1], x[t]);
-            if (i + 2 < t) x[t] = __fmaf_rn(-v.z, x[i + 2], x[t]);
-            if (i + 3 < t) x[t] = __fmaf_rn(-v.w, x[i + 3], x[t]);
+        for (int t = (i + 1) / 4 * 4; t < kCHUNK_T; t += 4) {
+            float v[4];  // read in order: all of L at once would not fit into registers
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                         : "r"(smem_address(&l[i][t]))
+                         : "memory");
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (t + e > i) x[t + e] = __fmaf_rn(-v[e], x[i], x[t + e]);
         }
 }
 
-// grid (chunks, key heads), 2 D threads: the first half takes the columns of U0, the second those of W.
-template <int D>
-__global__ void __launch_bounds__(2 * D, D == 128 ? 2 : 4)
+// grid (chunks, key heads), 2 D threads.  A thread has a channel of the queries or keys, then a column of a value head,
+// and of its W.
+template <int D, int TAPS>
+__global__ void __launch_bounds__(2 * D, 256 / D)
     prepare_kernel(const __grid_constant__ NextnGatedDeltaNet p, const __grid_constant__ ChunkWorkspace w) {
     extern __shared__ __align__(16) uint8_t raw[];
     auto& s = *reinterpret_cast<PrepareShared<D>*>(raw);
     launch_dependents();
     wait_for_predecessor();
-    const int chunk = blockIdx.x, t0 = chunk * kCHUNK_T, head = blockIdx.y, column = threadIdx.x % D;
-    const bool second = threadIdx.x >= D;
+    const int chunk = blockIdx.x, t0 = chunk * kCHUNK_T, key_head = blockIdx.y, column = threadIdx.x % D;
+    const int half = threadIdx.x / D, count = min(kCHUNK_T, p.t - t0);
     const int64_t channels = (2 * p.k_heads + p.v_heads) * static_cast<int64_t>(D);
     const int slot = __ldcg(p.slot);
-    Channel x;
-    x.load(p, t0, ((second ? p.k_heads : 0) + head) * D + column, channels, slot);
+    Channel<TAPS> x;
+    x.load(p, t0, (half * p.k_heads + key_head) * D + column, channels, slot);
+    x.convolve(p.conv_kernel, count);
 #pragma unroll
-    for (int t = 0; t < kCHUNK_T; ++t) s.rows[second][t][column] = x.v[t];
-    __syncthreads();
-    norm_rows<D>(p, s, w, t0, head);
-    __syncthreads();
-    multiply_rows<D>(s);
-    __syncthreads();
-    for (int h = head; h < p.v_heads; h += p.k_heads) {
-        decays_of_head<D>(p, s, w, chunk, h);
-        if (!second) {
-            x.load(p, t0, (2 * p.k_heads + h) * D + column, channels, slot);
-#pragma unroll
-            for (int t = 0; t < kCHUNK_T; ++t) x.v[t] *= s.rate[t];
-        } else {
-#pragma unroll
-            for (int t = 0; t < kCHUNK_T; ++t) x.v[t] = s.rate[t] * s.since_start[t] * s.rows[1][t][column];
+    for (int t = 0; t < kCHUNK_T; ++t) s.rows[half][t][column] = x.v[t];
+    for (int first = key_head; first < p.v_heads; first += kPAIR * p.k_heads) {
+        const int h = first + half * p.k_heads;
+        if (h < p.v_heads) x.load(p, t0, (2 * p.k_heads + h) * D + column, channels, slot);
+        __syncthreads();
+        if (first == key_head) {  // while the values are on their way
+            norm_rows<D>(p, s, w, t0, key_head);
+            __syncthreads();
+            multiply_rows<D>(s);
+            __syncthreads();
         }
-        solve(x.v, s.l);
+        decays_of_heads<D>(p, s, w, chunk, first);
+        if (h >= p.v_heads) continue;  // the last of an odd number; nobody waits for this half any more
+        x.convolve(p.conv_kernel, count);
+#pragma unroll
+        for (int t = 0; t < kCHUNK_T; ++t) x.v[t] *= s.rate[half][t];
+        solve(x.v, s.l[half]);
+        const int64_t row0 = static_cast<int64_t>(t0) * p.v_heads + h;
+#pragma unroll
+        for (int t = 0; t < kCHUNK_T; ++t) w.u[(row0 + t * p.v_heads) * D + column] = x.v[t];
+#pragma unroll
+        for (int t = 0; t < kCHUNK_T; ++t) x.v[t] = s.rate[half][t] * s.since_start[half][t] * s.rows[1][t][column];
+        solve(x.v, s.l[half]);
 #pragma unroll
         for (int t = 0; t < kCHUNK_T; ++t) {
-            const int64_t row = static_cast<int64_t>(t0 + t) * p.v_heads + h;
             const float v[1] = {x.v[t]};
-            if (second)
-                store_split<D>(w.w + row * 2 * D + column, v);
-            else
-                w.u[row * D + column] = v[0];
+            store_split<D>(w.w + (row0 + t * p.v_heads) * 2 * D + column, v);
         }
-        __syncthreads();  // before the next head's L
     }
 }
 
@@ -230,7 +257,7 @@ cudaError_t run(const NextnGatedDeltaNet& p, const ChunkWorkspace& w, cudaStream
     l.block = dim3(2 * D);
     l.smem = sizeof(PrepareShared<D>);
     l.pdl = p.flags & NEXTN_PDL;
-    return launch(l, stream, prepare_kernel<D>, p, w);
+    return launch(l, stream, p.conv_kernel == 4 ? prepare_kernel<D, 4> : prepare_kernel<D, kMAX_KERNEL>, p, w);
 }
 
 }  // namespace

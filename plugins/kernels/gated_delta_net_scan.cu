@@ -64,30 +64,32 @@ struct Copies {
     }
 };
 
-// acc[n] += A B of 32 columns (4 tiles of 8), k = 16: `b` points at the lane's row of ldmatrix, low parts `low` on.
-__device__ __forceinline__ void load_b(uint32_t (&high)[2][4], uint32_t (&low)[2][4], const uint16_t* b, int pitch16,
-                                       int low_at) {
+// B operands of 16 columns, k = 16, in both parts; acc[n] += A B of 8 TILES columns.  The three products of a pair of
+// parts go round the tiles in turn, so that none waits for the one before it.
+struct SplitB {
+    uint32_t high[4], low[4];
+};
+template <int TILES>
+__device__ __forceinline__ void multiply(float (*acc)[4], const uint32_t (&a)[4], const SplitB (&b)[TILES / 2],
+                                         bool high) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        ldmatrix_x4(high[n], b + n * pitch16);
-        ldmatrix_x4(low[n], b + n * pitch16 + low_at);
+    for (int n = 0; n < TILES; ++n) {
+        const uint32_t(&part)[4] = high ? b[n / 2].high : b[n / 2].low;
+        mma_bf16_k16(acc[n], a, part[2 * (n & 1)], part[2 * (n & 1) + 1]);
     }
 }
-__device__ __forceinline__ void multiply(float (&acc)[4][4], const SplitA& a, const uint32_t (&high)[2][4],
-                                         const uint32_t (&low)[2][4]) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) mma_bf16_k16(acc[n], a.high, high[n / 2][2 * (n & 1)], high[n / 2][2 * (n & 1) + 1]);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) mma_bf16_k16(acc[n], a.high, low[n / 2][2 * (n & 1)], low[n / 2][2 * (n & 1) + 1]);
-#pragma unroll
-    for (int n = 0; n < 4; ++n) mma_bf16_k16(acc[n], a.low, high[n / 2][2 * (n & 1)], high[n / 2][2 * (n & 1) + 1]);
+template <int TILES>
+__device__ __forceinline__ void multiply(float (*acc)[4], const SplitA& a, const SplitB (&b)[TILES / 2]) {
+    multiply<TILES>(acc, a.high, b, true);
+    multiply<TILES>(acc, a.high, b, false);
+    multiply<TILES>(acc, a.low, b, true);
 }
 
 template <int D>
 struct WarpState {
     static constexpr int kPITCH = ScanShared<D>::kPITCH, kP_PITCH = ScanShared<D>::kP_PITCH;
     float s[D / 8][4];  // S^T: value columns g and g + 8, key rows 8 j + 2 q, + 1
-    float u[4][4], o[4][4];
+    float uo[8][4];         // U^T, then O^T: value columns g and g + 8, tokens 8 n + 2 q, + 1
     int lane, g, q;
 
     // f(column, key row, s) over this lane's part of the state.
@@ -109,19 +111,22 @@ struct WarpState {
     // u = W S0, o = Q S0
     __device__ __forceinline__ void multiply_state(const uint16_t (*w)[kPITCH], const uint16_t (*queries)[kPITCH]) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int n = 0; n < 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) u[n][e] = o[n][e] = 0.0f;
+            for (int e = 0; e < 4; ++e) uo[n][e] = 0.0f;
         const int row = (lane & 7) + 8 * (lane >> 4), k0 = 8 * ((lane >> 3) & 1);
 #pragma unroll
         for (int k = 0; k < D; k += 16) {
+            SplitB b[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const uint16_t* at = &(n < 2 ? w : queries)[row + 16 * (n & 1)][k + k0];
+                ldmatrix_x4(b[n].high, at);
+                ldmatrix_x4(b[n].low, at + D);
+            }
             SplitA a;
             a.set(s[k / 8], s[k / 8 + 1]);
-            uint32_t high[2][4], low[2][4];
-            load_b(high, low, &w[row][k + k0], 16 * kPITCH, D);
-            multiply(u, a, high, low);
-            load_b(high, low, &queries[row][k + k0], 16 * kPITCH, D);
-            multiply(o, a, high, low);
+            multiply<8>(uo, a, b);
         }
     }
     // o += P U
@@ -129,36 +134,39 @@ struct WarpState {
         const int row = (lane & 7) + 8 * (lane >> 4), k0 = 8 * ((lane >> 3) & 1);
 #pragma unroll
         for (int k = 0; k < kC; k += 16) {
+            SplitB b[2];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                ldmatrix_x4(b[n].high, &p[0][row + 16 * n][k + k0]);
+                ldmatrix_x4(b[n].low, &p[1][row + 16 * n][k + k0]);
+            }
             SplitA a;
-            a.set(u[k / 8], u[k / 8 + 1]);
-            uint32_t high[2][4], low[2][4];
-            load_b(high, low, &p[0][row][k + k0], 16 * kP_PITCH, kC * kP_PITCH);
-            multiply(o, a, high, low);
+            a.set(uo[k / 8], uo[k / 8 + 1]);
+            multiply<4>(uo + 4, a, b);
         }
     }
     // s = decay s + U^T K
     __device__ __forceinline__ void update(const uint16_t (*keys)[kPITCH], float decay) {
+        constexpr int kTILES = D / 8 < 8 ? D / 8 : 8;
 #pragma unroll
         for (int j = 0; j < D / 8; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e) s[j][e] *= decay;
         SplitA a[kC / 16];
 #pragma unroll
-        for (int k = 0; k < kC / 16; ++k) a[k].set(u[2 * k], u[2 * k + 1]);
+        for (int k = 0; k < kC / 16; ++k) a[k].set(uo[2 * k], uo[2 * k + 1]);
 #pragma unroll
-        for (int j = 0; j < D / 8; j += 2)
+        for (int j = 0; j < D / 8; j += kTILES)
 #pragma unroll
             for (int k = 0; k < kC / 16; ++k) {
-                uint32_t high[4], low[4];
-                const uint16_t* at = &keys[16 * k + (lane & 15)][8 * j + 8 * (lane >> 4)];
-                ldmatrix_x4_trans(high, at);
-                ldmatrix_x4_trans(low, at + D);
+                SplitB b[kTILES / 2];
 #pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    mma_bf16_k16(s[j + n], a[k].high, high[2 * n], high[2 * n + 1]);
-                    mma_bf16_k16(s[j + n], a[k].high, low[2 * n], low[2 * n + 1]);
-                    mma_bf16_k16(s[j + n], a[k].low, high[2 * n], high[2 * n + 1]);
+                for (int n = 0; n < kTILES / 2; ++n) {
+                    const uint16_t* at = &keys[16 * k + (lane & 15)][8 * j + 16 * n + 8 * (lane >> 4)];
+                    ldmatrix_x4_trans(b[n].high, at);
+                    ldmatrix_x4_trans(b[n].low, at + D);
                 }
+                multiply<kTILES>(s + j, a[k], b);
             }
     }
 };
@@ -200,8 +208,8 @@ __global__ void __launch_bounds__(ScanShared<D>::kTHREADS)
         for (int n = 0; n < 4; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                state.u[n][e] = u0[n][e] - state.u[n][e];
-                state.o[n][e] *= since_start[8 * n + 2 * state.q + (e & 1)];
+                state.uo[n][e] = u0[n][e] - state.uo[n][e];
+                state.uo[n + 4][e] *= since_start[8 * n + 2 * state.q + (e & 1)];
             }
         if (chunk + 1 < chunks) state.load_u(u0, w.u + (chunk + 1) * kC * width + head_columns, width);
         state.multiply_p(s.p[b]);
@@ -210,8 +218,8 @@ __global__ void __launch_bounds__(ScanShared<D>::kTHREADS)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int i = 8 * n + 2 * state.q + (e & 1), t = chunk * kC + i;
-                if (t < p.t) p.y[t * p.ld_y + head_columns + state.g + 8 * (e >> 1)] = state.o[n][e];
-                state.u[n][e] *= to_end[i];
+                if (t < p.t) p.y[t * p.ld_y + head_columns + state.g + 8 * (e >> 1)] = state.uo[n + 4][e];
+                state.uo[n][e] *= to_end[i];
             }
         cp_async_wait<1>();
         __syncthreads();

@@ -28,13 +28,14 @@ __device__ __forceinline__ uint32_t high_half_twice(uint32_t v) { return __byte_
 
 constexpr uint32_t kMAGIC = 0x64006400u;  // f16 1024 twice: 1024 + b has b in its lowest bits
 
-// Packed values of one step of one row, and their expansion into the row's share of 4 fragments: registers r and r + 2
-// of each, r = 0 for row g, 1 for row g + 8.
+// Packed values of one step of one row (kSTEPS: of so many that share their bytes), and their expansion into the row's
+// share of 4 fragments: registers r and r + 2 of each, r = 0 for row g, 1 for row g + 8.
 template <int TYPE>
 struct StepOfRow;
 
 template <>
 struct StepOfRow<kNEXTN_Q4_K> {
+    static constexpr int kSTEPS = 1;
     uint2 q;
     __device__ __forceinline__ void load(const uint8_t* block, int step, int lane_part) {
         q = __ldg(reinterpret_cast<const uint2*>(block + 16 + 32 * step) + lane_part);
@@ -57,6 +58,7 @@ struct StepOfRow<kNEXTN_Q4_K> {
 
 template <>
 struct StepOfRow<kNEXTN_Q5_K> {
+    static constexpr int kSTEPS = 1;
     uint2 q;
     __device__ __forceinline__ void load(const uint8_t* block, int step, int lane_part) {
         q = __ldg(reinterpret_cast<const uint2*>(block + 48 + 32 * step) + lane_part);
@@ -87,29 +89,24 @@ __device__ __forceinline__ uint2 load_8_bytes(const uint8_t* p) {
     return make_uint2(__byte_perm(a, b, pick), __byte_perm(b, c, pick));
 }
 
-// Two steps share their bytes: they are loaded with the even one.
 template <>
 struct StepOfRow<kNEXTN_Q6_K> {
+    static constexpr int kSTEPS = 2;
     uint2 low[2], high;
-    int sc[2];
+    // step: the even one
     __device__ __forceinline__ void load(const uint8_t* block, int step, int lane_part) {
-        if (step % 2 == 0) {
-            low[0] = load_8_bytes(block + 32 * step + 8 * lane_part);
-            low[1] = load_8_bytes(block + 32 * step + 32 + 8 * lane_part);
-            high = load_8_bytes(block + 128 + 16 * step + 8 * lane_part);
-        }
-        const auto* scales = reinterpret_cast<const int8_t*>(block + 192) + 4 * step + (lane_part >> 1);
-        sc[0] = __ldg(scales);
-        sc[1] = __ldg(scales + 2);
+        low[0] = load_8_bytes(block + 32 * step + 8 * lane_part);
+        low[1] = load_8_bytes(block + 32 * step + 32 + 8 * lane_part);
+        high = load_8_bytes(block + 128 + 16 * step + 8 * lane_part);
     }
-    // scale: all bits set, or none for a superblock of zeros
+    // scale: the lane's two scales of the step, int8, in the low half
     __device__ __forceinline__ void expand(uint32_t (&frag)[4][4], int r, int step, uint32_t scale, uint32_t,
                                            const uint32_t*) const {
         const uint32_t offset = bits_of(__float2half2_rn(1056.0f));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int part = i >> 1;
-            const uint32_t s = bits_of(__half2half2(__int2half_rn(sc[part]))) & scale;
+            const uint32_t s = bits_of(__half2half2(__int2half_rn(static_cast<int8_t>(scale >> (8 * part)))));
             const uint32_t w = (i & 1 ? low[part].y : low[part].x) >> (4 * (step & 1));
             const uint32_t h = (i & 1 ? high.y : high.x) >> (4 * (step & 1) + 2 * part);
             const auto two = [&](int shift) {
@@ -127,29 +124,35 @@ struct HeaderOfRow {
     uint4 header;
     uint2 high;  // Q5_K
     __device__ __forceinline__ void load(const uint8_t* block, int lane_part) {
-        if constexpr (TYPE == kNEXTN_Q6_K) {
-            header.x = __ldg(reinterpret_cast<const uint16_t*>(block + 208));
-        } else {
-            header = __ldg(reinterpret_cast<const uint4*>(block));
-            if constexpr (TYPE == kNEXTN_Q5_K) high = __ldg(reinterpret_cast<const uint2*>(block + 16) + lane_part);
-        }
+        header = __ldg(reinterpret_cast<const uint4*>(block));
+        if constexpr (TYPE == kNEXTN_Q5_K) high = __ldg(reinterpret_cast<const uint2*>(block + 16) + lane_part);
+    }
+};
+
+template <>
+struct HeaderOfRow<kNEXTN_Q6_K> {
+    uint32_t words[5], pick;  // of the scales, from a multiple of 4 bytes on; how __byte_perm cuts out theirs
+    unsigned short d;
+    __device__ __forceinline__ void load(const uint8_t* block, int) {
+        const uint32_t skew = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(block)) & 2;
+        const auto* w = reinterpret_cast<const uint32_t*>(block + 192 - skew);
+        pick = skew ? 0x5432 : 0x3210;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = __ldg(w + i);
+        words[4] = skew ? __ldg(w + 4) : 0;
+        d = __ldg(reinterpret_cast<const unsigned short*>(block + 208));
     }
 };
 
 // Scales of the superblock in hand, for one row: those of sub-blocks 2q and 2q+1 in lane q, to be passed around.
 template <int TYPE>
 struct SuperOfRow {
-    float unit;                // 0: the superblock is all zeros
+    float unit;                    // 0: the superblock is all zeros
     uint32_t scales, offsets;      // of sub-blocks 2q and 2q+1
     uint32_t rest_high, rest_low;  // c of those sub-blocks, f16 high and low parts
     uint32_t high[2];              // Q5_K: the lane's fifth bits
 
     __device__ __forceinline__ void decode(const HeaderOfRow<TYPE>& h, int lane_part) {
-        if constexpr (TYPE == kNEXTN_Q6_K) {
-            unit = __half2float(__ushort_as_half(static_cast<unsigned short>(h.header.x)));
-            scales = unit != 0.0f ? ~0u : 0;
-            return;
-        }
         const float2 d = __half22float2(half2_of(h.header.x));  // d, dmin
         const ScaleMin u = unpack_scale_min(h.header.y, h.header.z, h.header.w);
         const int shift = 16 * (lane_part & 1);
@@ -176,6 +179,25 @@ struct SuperOfRow {
         if constexpr (TYPE == kNEXTN_Q5_K) {
             high[0] = h.high.x;
             high[1] = h.high.y;
+        }
+    }
+};
+
+// Q6_K: every lane has the scales of its own values, two for each step.
+template <>
+struct SuperOfRow<kNEXTN_Q6_K> {
+    float unit;
+    uint32_t scales[2];  // int8, of steps 0 and 1, and of 2 and 3
+    static constexpr const uint32_t* high = nullptr;
+
+    __device__ __forceinline__ void decode(const HeaderOfRow<kNEXTN_Q6_K>& h, int lane_part) {
+        unit = __half2float(__ushort_as_half(h.d));
+        const uint32_t mine = lane_part >> 1 ? 0x7531 : 0x6420;  // a sub-block has 16 values: those of two lanes
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t even = __byte_perm(h.words[2 * i], h.words[2 * i + 1], h.pick);
+            const uint32_t odd = __byte_perm(h.words[2 * i + 1], h.words[2 * i + 2], h.pick);
+            scales[i] = unit != 0.0f ? __byte_perm(even, odd, mine) : 0;
         }
     }
 };

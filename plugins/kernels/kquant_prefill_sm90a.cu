@@ -65,18 +65,18 @@ __device__ void produce(const PrefillTiles& p, Ring<BN>& ring, bool with_sums) {
 template <int TYPE, int BN>
 struct WarpRows {
     static constexpr bool kRESTS = TYPE != kNEXTN_Q6_K;  // a constant per 32 values is left over
-    static constexpr int kBYTES = kSuperBytes<TYPE>;
+    static constexpr int kBYTES = kSuperBytes<TYPE>, kSHARED = StepOfRow<TYPE>::kSTEPS;
 
     float acc[BN / 2], unit[2];
     uint32_t frag[2][4][4];
     const uint8_t* weights[2];
-    StepOfRow<TYPE> packed[2];
+    StepOfRow<TYPE> packed[kSTEPS_PER_SUPER / kSHARED][2];  // a whole superblock ahead
     HeaderOfRow<TYPE> header[2];
     SuperOfRow<TYPE> super[2];
 
     __device__ __forceinline__ void load_step(int s, int step, int q) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) packed[r].load(weights[r] + s * kBYTES, step, q);
+        for (int r = 0; r < 2; ++r) packed[step / kSHARED][r].load(weights[r] + s * kBYTES, step, q);
     }
     __device__ __forceinline__ void load_header(int s, int q) {
 #pragma unroll
@@ -86,28 +86,32 @@ struct WarpRows {
 #pragma unroll
         for (int r = 0; r < 2; ++r) super[r].decode(header[r], q);
     }
-    __device__ __forceinline__ void expand(int step, int lane) {
+    // A step's fragments; its bytes make room for those of superblock `next`, if there is one.
+    __device__ __forceinline__ void expand(int step, int lane, int next, int supers) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            uint32_t scale = super[r].scales, offset = 0;
+            uint32_t scale, offset = 0;
             if constexpr (kRESTS) {  // lane `step` of the four has this step's two sub-blocks
-                scale = __shfl_sync(~0u, scale, (lane & 28) | step);
+                scale = __shfl_sync(~0u, super[r].scales, (lane & 28) | step);
                 offset = __shfl_sync(~0u, super[r].offsets, (lane & 28) | step);
+            } else {
+                scale = super[r].scales[step / 2] >> (16 * (step & 1));
             }
-            packed[r].expand(frag[step & 1], r, step, scale, offset, super[r].high);
+            packed[step / kSHARED][r].expand(frag[step & 1], r, step, scale, offset, super[r].high);
         }
+        if (step % kSHARED == kSHARED - 1 && next < supers) load_step(next, step + 1 - kSHARED, lane & 3);
     }
     // The tile's first loads, long before `start` needs them.
     __device__ __forceinline__ void fetch(const LaneRows& rows, int64_t row_bytes, int lane) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) weights[r] = rows.weights(r, row_bytes);
         load_header(0, lane & 3);
-        load_step(0, 0, lane & 3);
+#pragma unroll
+        for (int step = 0; step < kSTEPS_PER_SUPER; step += kSHARED) load_step(0, step, lane & 3);
     }
-    __device__ __forceinline__ void start(int lane) {
+    __device__ __forceinline__ void start(int lane, int supers) {
         decode_header(lane & 3);
-        expand(0, lane);
-        load_step(0, 1, lane & 3);
+        expand(0, lane, 1, supers);
     }
     // acc and unit go over to the superblock in `super`.
     __device__ __forceinline__ void change_unit(bool first) {
@@ -147,11 +151,12 @@ __device__ __forceinline__ void multiply(WarpRows<TYPE, BN>& w, Ring<BN>& ring, 
             }
             mbarrier_wait(&ring.full[at.slot], at.parity);
             wgmma_fence();
-            if (step == 0 && WarpRows<TYPE, BN>::kRESTS) {
-                const uint32_t rests[4] = {w.super[0].rest_high, w.super[1].rest_high, w.super[0].rest_low,
-                                           w.super[1].rest_low};
-                wgmma_f16<BN>(w.acc, rests, sum_tile + (supers_seen & 1) * (BN * kSUM_BYTES / 16), s > 0);
-            }
+            if constexpr (WarpRows<TYPE, BN>::kRESTS)
+                if (step == 0) {
+                    const uint32_t rests[4] = {w.super[0].rest_high, w.super[1].rest_high, w.super[0].rest_low,
+                                               w.super[1].rest_low};
+                    wgmma_f16<BN>(w.acc, rests, sum_tile + (supers_seen & 1) * (BN * kSUM_BYTES / 16), s > 0);
+                }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 wgmma_f16<BN>(w.acc, w.frag[step & 1][i], x_tile + at.slot * (BN * kROW_BYTES / 16) + 2 * i,
@@ -163,15 +168,11 @@ __device__ __forceinline__ void multiply(WarpRows<TYPE, BN>& w, Ring<BN>& ring, 
             at.advance();
             if (step == 0 && s + 1 < supers) w.load_header(s + 1, lane & 3);
             if (step + 1 < kSTEPS_PER_SUPER) {
-                w.expand(step + 1, lane);
+                w.expand(step + 1, lane, s + 1, supers);
             } else if (s + 1 < supers) {
                 w.decode_header(lane & 3);
-                w.expand(0, lane);
+                w.expand(0, lane, s + 2, supers);
             }
-            if (step + 2 < kSTEPS_PER_SUPER)
-                w.load_step(s, step + 2, lane & 3);
-            else if (s + 1 < supers)
-                w.load_step(s + 1, step + 2 - kSTEPS_PER_SUPER, lane & 3);
         }
         ++supers_seen;
     }
@@ -196,10 +197,10 @@ __global__ void __launch_bounds__(kTHREADS, 1) kquant_prefill_wgmma_kernel(const
     launch_dependents();
     wait_for_predecessor();
     if (threadIdx.x >= 128 * kGROUPS) {
-        fewer_registers<40>();
+        fewer_registers<24>();
         if (threadIdx.x == 128 * kGROUPS) produce<BN>(p, ring, TYPE != kNEXTN_Q6_K);
     } else {
-        more_registers<232>();
+        more_registers<240>();
         const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token_tiles = (p.t + BN - 1) / BN;
         Position<Ring<BN>::kSTAGES> at;
         int supers_seen = 0;
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kTHREADS, 1) kquant_prefill_wgmma_kernel(const
         w.fetch(rows, row_bytes, lane);
         for (int tile = blockIdx.x; tile < tiles_of<BN>(p); tile += gridDim.x) {
             const int t0 = tile % token_tiles * BN;
-            w.start(lane);
+            w.start(lane, p.supers);
             group_barrier();  // the tile before has read its scales
             load_row_scales<BN>(p, scales, t0);
             multiply<TYPE, BN>(w, ring, at, supers_seen, p.supers, lane);
