@@ -43,7 +43,7 @@ from plugins.ops import MAX_DECODE_T
 ROLES = ("trunk", "draft")
 LOWERINGS = ("layers", "ops")
 KV_CACHES = ("f16", "int8")
-DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=512, embed_weights=False)
+DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=1024, embed_weights=False)
 # Part of every build key: raise it when the same inputs would give other engines.
 _BUILDER_VERSION = 3
 

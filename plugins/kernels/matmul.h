@@ -31,6 +31,7 @@ typedef struct NextnMatmul {
 NEXTN_API size_t nextn_matmul_workspace(int32_t t, int32_t k);
 
 // t <= 8: int8 tensor cores on hi/lo activations, every weight read once, sums independent of t.
-// t > 8:  f16 tensor cores on exact integer weights (K-quants); float rows and Q8_0 in chunks of 8 tokens.
+// t > 8:  f16 tensor cores on exact integer weights (K-quants; wgmma on compute capability 9.0); float rows and Q8_0 in
+//         chunks of 8 tokens.
 // Refuses: t < 1, unknown types, k not a multiple as above, a workspace too small.
 NEXTN_API cudaError_t nextn_matmul(const NextnMatmul* args, cudaStream_t stream);
