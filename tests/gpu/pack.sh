@@ -25,15 +25,15 @@ if [ ! -s "$cache/core.xz" ]; then # about two minutes, once
   unzip -p "$cache"/tensorrt_rtx_cu13_libs-*.whl tensorrt_rtx_libs/libtensorrt_rtx.so.1 | xz -6 -T0 >"$cache/core.xz.part"
   mv "$cache/core.xz.part" "$cache/core.xz"
 fi
-head --bytes=24000000 "$cache/core.xz" >"$dest/a/core.xz.0"
-tail --bytes=+24000001 "$cache/core.xz" >"$dest/b/core.xz.1"
+head --bytes=15000000 "$cache/core.xz" >"$dest/a/core.xz.0"
+tail --bytes=+15000001 "$cache/core.xz" >"$dest/b/core.xz.1"
 unzip -q -o -j "$cache"/tensorrt_rtx_cu13_libs-*.whl tensorrt_rtx_libs/libtensorrt_onnxparser_rtx.so.1 -d "$dest/b"
 cp "$cache"/tensorrt_rtx_cu13_bindings-*.whl "$cache"/gguf-*.whl "$cache"/onnx_graphsurgeon-*.whl "$dest/b/"
 
 # Engines and reference logits; the trained model's own file is part of the checkout.
 (cd "$root" && "$python" -m tests.gpu.prepare "$cache/prepared")
 tar -C "$cache/prepared" --no-wildcards-match-slash --exclude=./.canonical --exclude='./*.gguf' \
-  '--exclude=./trained*/model.gguf' -cJf "$dest/a/prepared.tar.xz" .
+  '--exclude=./trained*/model.gguf' --sort=name -cf - . | xz -9 >"$dest/a/prepared.tar.xz" # -9: engines are much alike
 tar -C "$root/build/plugins" -cJf "$dest/b/plugins.tar.xz" libnextn_kernels.so libnextn_plugins.so
 cp "$root/tests/gpu/unpack.sh" "$dest/b/"
 du -sh "$dest/a" "$dest/b"
