@@ -18,10 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from engines.errors import NumericError
+
 # (logits [R, V] float32, positions [R] of the tokens being chosen) -> token ids [R]. The positions of a call follow
 # each other. A choice may depend on the tokens before it: those of the rows before it in the same call, and
 # before these what the calls before chose for the positions below the first.
-# NO_CHOICE where none can be made after rows that may not count; in the first row that is an exception.
+# NO_CHOICE where none can be made after rows that may not count; in the first row that is an exception. In drafts it
+# stands for what could not be drafted.
 NO_CHOICE = -1
 Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -30,7 +33,9 @@ Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Pass:
     """Outcome of one trunk pass over T tokens.
 
-    choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's).
+    choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's). NO_CHOICE
+    from a row on whose logits are damaged (NaN, +inf): plain decoding may never see it; if it does, the next pass
+    begins there.
     hidden: rows of the trunk's hidden state after output_norm, [T, D]; opaque to the loop, which only slices rows
     (``hidden[a:b]``) and hands them to the draft engine. They are valid until the trunk's next pass; `DraftEngine.join`
     makes a copy that stays.
@@ -83,7 +88,9 @@ class TrunkEngine(Protocol):
         """Process and commit 1..prefill_chunk tokens. Choice of the last row only."""
 
     def verify(self, tokens: Sequence[int]) -> Pass:
-        """Process 1..max_rows tokens provisionally. T == 1 is plain decoding. Needs `commit` before the next pass."""
+        """Process 1..max_rows tokens provisionally. T == 1 is plain decoding. Needs `commit` before the next pass.
+
+        Raises NumericError for damaged logits in the first row."""
 
     def commit(self, n_keep: int) -> None:
         """Keep the first n_keep (1..T) tokens of the last verify pass; every effect of the others is undone."""
@@ -105,7 +112,10 @@ class DraftEngine(Protocol):
         """Take 1..prefill_chunk rows (tokens [T], true hiddens of the position before each, [T, D]); no draft."""
 
     def draft(self, tokens: Sequence[int], hidden: Any, n: int) -> np.ndarray:
-        """Take 1..prefill_chunk true rows as in `prefill`, then draft n >= 1 tokens after them; ids int64 [n]."""
+        """Take 1..prefill_chunk true rows as in `prefill`, then draft n >= 1 tokens after them; ids int64 [n].
+
+        Raises NumericError for damaged logits after the true rows; after the head's own guesses they only end the
+        drafts: NO_CHOICE from there on, which is no token."""
 
     def zero_hidden(self) -> Any:
         """One all-zero hidden row [1, D]: what stands before the first token of a sequence."""
@@ -188,3 +198,28 @@ class TimedDraft(DraftEngine, Protocol):
 
     def time_draft(self, n: int, repeats: int) -> list[float]:
         """Milliseconds of each of ``repeats`` times n drafts, as `TimedTrunk.time_verify`."""
+
+
+def choices_that_count(
+    sampler: Sampler, logits: np.ndarray, positions: np.ndarray, tokens: Sequence[int]
+) -> np.ndarray:
+    """What ``sampler`` chooses after each row of a pass over ``tokens`` whose rows do not depend on those after them.
+
+    Where it refuses the rows with a NumericError, it is asked row by row, up to the first that it refuses alone, or
+    whose choice is not the next token; behind that stands NO_CHOICE. Raises NumericError if it refuses the first."""
+    try:
+        return np.asarray(sampler(logits, positions), np.int64)
+    except NumericError:
+        if len(logits) == 1:
+            raise
+    choices = np.full(len(logits), NO_CHOICE, np.int64)
+    for i in range(len(logits)):
+        try:
+            choices[i] = sampler(logits[i : i + 1], positions[i : i + 1])[0]
+        except NumericError:
+            if i == 0:
+                raise
+            break
+        if i + 1 < len(tokens) and choices[i] != tokens[i + 1]:
+            break
+    return choices

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from engines.errors import NumericError
 from engines.manifest import Geometry, Manifest
 from runtime.draft_tokens import load_draft_tokens
-from runtime.engine import Pass, Sampler, SavedState
+from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState
 from runtime.onnx_draft import OnnxDraftEngine
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, check_version, load_session, run_session
 
@@ -76,6 +77,7 @@ class OnnxTrunkEngine:
 
     def start(self, sampler: Sampler) -> None:
         self._sampler, self._position, self._pending, self._current = sampler, 0, 0, 0
+        self._damage: NumericError | None = None
         for buffer in (*self._states[0], *self._convs):
             buffer[:] = 0
         self.logits = np.zeros((0, self._geometry.vocab_size), np.float32)
@@ -84,26 +86,33 @@ class OnnxTrunkEngine:
         count = len(tokens)
         assert 1 <= count <= self.prefill_chunk and not self._pending, (count, self._pending)
         self._reserve(count)
-        binding, arrays = self._bind(count, rows=1, keep_updates=False)
-        result = self._run(binding, arrays, tokens, np.array([count - 1]))
+        hidden = self._run(self._bind(count, rows=1, keep_updates=False), tokens, np.array([count - 1]))
+        try:
+            choices = np.asarray(self._sampler(self.logits, np.array([self._position + count])), np.int64)
+        except NumericError:
+            self._cache.clear(0)  # a NaN in a dead row would reach the next sequence
+            raise
         self._keep_convs(count)
         self._current ^= 1
         self._position += count
-        return result
+        return Pass(choices, hidden)
 
     def verify(self, tokens: Sequence[int]) -> Pass:
         count = len(tokens)
         assert 1 <= count <= self.max_rows and not self._pending, (count, self._pending)
         self._reserve(count)
-        key = (count, self._current)
-        if key not in self._bindings:
-            self._bindings[key] = self._bind(count, rows=count, keep_updates=True)
-        binding, arrays = self._bindings[key]
-        result = self._run(binding, arrays, tokens, np.arange(count))
-        self._pending = count
-        return result
+        hidden = self._run_rows(tokens)
+        try:
+            choices = np.asarray(self._sampler(self.logits, self._position + 1 + np.arange(count)), np.int64)
+        except NumericError as damage:
+            choices, hidden = self._verify_by_steps(tokens)
+            self._damage = damage
+        self._pending = len(hidden)
+        return Pass(choices, hidden)
 
     def commit(self, n_keep: int) -> None:
+        if n_keep > self._pending and self._damage is not None:
+            raise self._damage
         assert 1 <= n_keep <= self._pending, (n_keep, self._pending)
         if n_keep < self._pending and self._replay is not None:
             key = (n_keep, self._current)
@@ -142,6 +151,24 @@ class OnnxTrunkEngine:
         for name, buffer in self._cache.buffers.items():
             copies[name] = buffer[:, :, : self._position].copy()
         return copies
+
+    def _verify_by_steps(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Choices [T] of a pass with damaged logits, up to the first damaged row or rejected draft, and the hidden rows
+        that can be kept: one token more at a time, as a NaN in a row's values reaches the rows before it (0 * NaN)."""
+        choices = np.full(len(tokens), NO_CHOICE, np.int64)
+        for count in range(1, len(tokens) + 1):
+            self._cache.clear(self._position)
+            hidden = self._run_rows(tokens[:count])
+            try:
+                choices[count - 1] = self._sampler(self.logits[-1:], np.array([self._position + count]))[0]
+            except NumericError:
+                self._cache.clear(self._position if count > 1 else 0)
+                if count == 1:
+                    raise
+                return choices, self._run_rows(tokens[: count - 1])
+            if count == len(tokens) or choices[count - 1] != tokens[count]:
+                break
+        return choices, hidden
 
     def _reserve(self, count: int) -> None:
         """Make room in the cache for the next ``count`` tokens; bindings to buffers that moved are dropped."""
@@ -193,13 +220,21 @@ class OnnxTrunkEngine:
             binding.bind_ortvalue_output(prefix + "state.out", written)
         return binding
 
-    def _run(self, binding: Any, arrays: dict[str, np.ndarray], tokens: Sequence[int], rows: np.ndarray) -> Pass:
+    def _run_rows(self, tokens: Sequence[int]) -> np.ndarray:
+        """A pass that gives logits of every row and can be rolled back."""
+        key = (len(tokens), self._current)
+        if key not in self._bindings:
+            self._bindings[key] = self._bind(len(tokens), rows=len(tokens), keep_updates=True)
+        return self._run(self._bindings[key], tokens, np.arange(len(tokens)))
+
+    def _run(self, bound: tuple[Any, dict[str, np.ndarray]], tokens: Sequence[int], rows: np.ndarray) -> np.ndarray:
+        """Run a pass; its hidden rows [T, D]."""
+        binding, arrays = bound
         arrays["tokens"][:] = tokens
         arrays["positions"][:] = np.arange(self._position, self._position + len(tokens))
         arrays["rows"][:] = rows
         run_session(self._session, binding)
         self._conv_rows = [arrays[f"blk.{layer}.conv_rows"] for layer in self._geometry.gdn_layers]
         self.logits = arrays["logits"]
-        with self._cache.scrubbed_on_error():
-            choices = self._sampler(self.logits, self._position + rows + 1)
-        return Pass(np.asarray(choices, np.int64), arrays["hidden.out"].copy())
+        hidden: np.ndarray = arrays["hidden.out"].copy()
+        return hidden

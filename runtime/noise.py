@@ -8,16 +8,14 @@ The definition uses only operations that every processor rounds alike, so a kern
 2. Uniform.   u = (x + 0.5) * 2^-32, exact in binary64 and never 0 or 1.
 3. Gumbel.    g = -log(-log(u)) in binary64, with ``log`` as written below.
 
-``log`` and ``exp`` are our own: the C library's differ in the last place between machines and GPUs. Each is a
-fixed sequence of single binary64 operations, rounded to nearest and **not contracted** (in CUDA: ``-fmad=false`` or
-``__dmul_rn`` and friends), plus exact scaling by powers of two.
+``log`` is our own: the C library's differs in the last place between machines and GPUs. It is a fixed sequence of
+single binary64 operations, rounded to nearest and **not contracted** (in CUDA: ``-fmad=false`` or ``__dmul_rn`` and
+friends), plus exact scaling by powers of two.
 
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); known answers from Random123.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +38,6 @@ _SQRT_HALF = 0.7071067811865476
 _LN2 = 0.6931471805599453
 # log(m) = 2 atanh(s) = 2s (1 + z/3 + z^2/5 + ...) with z = s^2 <= 0.0295: the first term left out is below 2^-54
 _ATANH = tuple(1.0 / (2 * i + 1) for i in range(11, 0, -1))
-# the high part has 21 trailing zero bits, so k * high is exact for |k| < 2^21
-_LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42fee00000p-1"), float.fromhex("0x1.a39ef35793c76p-33")
-_LOG2_E = 1.4426950408889634
-_TAYLOR = tuple(1.0 / math.factorial(i) for i in range(13, -1, -1))
 
 
 def philox4x32(counter: U64, key: tuple[int, int]) -> U64:
@@ -86,13 +80,6 @@ def log(x: F64) -> F64:
     p = _horner(z, _ATANH)
     s = s + s
     return e * _LN2 + (s + s * (z * p))
-
-
-def exp(x: F64) -> F64:
-    """e^x for -700 <= x <= 0; relative error below 2^-51."""
-    k = np.floor(x * _LOG2_E + 0.5)
-    r = (x - k * _LN2_HIGH) - k * _LN2_LOW
-    return np.ldexp(_horner(r, _TAYLOR), k.astype(np.int32))
 
 
 def _horner(x: F64, coefficients: tuple[float, ...]) -> F64:

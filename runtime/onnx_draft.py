@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from engines.errors import NumericError
 from engines.manifest import Geometry
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import Sampler, SavedState
+from runtime.engine import NO_CHOICE, Sampler, SavedState
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, RowStack, run_session
 
 
@@ -55,8 +56,14 @@ class OnnxDraftEngine:
         for _ in range(n):
             hidden = self._step(tokens, hidden, position)
             position += len(tokens)
-            with self._cache.scrubbed_on_error():
+            try:
                 tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
+            except NumericError:
+                # A NaN in a dead cache row would reach the passes to come.
+                self._cache.clear(self._position if drafted else 0)
+                if not drafted:
+                    raise
+                return np.array(drafted + [NO_CHOICE] * (n - len(drafted)), np.int64)
             drafted.append(tokens[0])
         return np.array(drafted, np.int64)
 

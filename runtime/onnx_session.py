@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from engines.errors import EngineError, NumericError, ResourceError
+from engines.errors import EngineError, ResourceError
 from engines.manifest import Geometry
 from runtime.engine import SavedState
 
@@ -96,15 +95,10 @@ class KvCache:
             position += part.count
         return moved
 
-    @contextlib.contextmanager
-    def scrubbed_on_error(self) -> Iterator[None]:
-        """Clear the cache when a NumericError passes: a NaN in a dead row would reach the next sequence (0 * NaN)."""
-        try:
-            yield
-        except NumericError:
-            for buffer in self.buffers.values():
-                buffer[:] = 0
-            raise
+    def clear(self, position: int) -> None:
+        """Set the rows from ``position`` on to zero: a NaN in a dead row would reach the rows that count (0 * NaN)."""
+        for buffer in self.buffers.values():
+            buffer[:, :, position:] = 0
 
     def bind(self, binding: Any) -> None:
         """Bind every cache as input and, in place, as output."""

@@ -17,17 +17,15 @@ from numpy.typing import NDArray
 
 from engines.errors import NumericError, UsageError
 from runtime import noise
+from runtime.shares import shares
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
 SEED_MAX = 2**64 - 1
 TEMPERATURE_MAX = 1e6
-# Probabilities are summed as integers of this scale: integer sums do not depend on the order they are made in.
-_WEIGHT_SCALE = 2.0**40
 # Candidates this many temperatures below the best get their noise first; it nearly always holds the winner.
 _NEAR = 4.0
-_CHUNK = 8192  # logits per pass over a large vocabulary: the work arrays stay in the cache
 # Edges, below the peak, of the rings of logits that top-p looks at in turn.
 _DEPTHS = (-1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0, math.inf)
 # Covers every rounding of a key, relative to the largest number that goes into it (each is below 2^-52).
@@ -168,15 +166,15 @@ def filtered(row: F32, params: SamplingParams) -> I64:
     """Ids, ascending, that top-k, top-p and min-p leave of one row of finite or -inf logits [V]; never none.
 
     As llama.cpp: top-p takes the shares among what top-k left, min-p compares with the best; both at temperature 1.
-    A share is the integer rint(2^40 e^(logit - peak)), so the cut does not depend on the order of summing.
+    Shares are whole numbers (`runtime.shares`), so the cut does not depend on the order of summing. The most probable
+    first, the lower id first among equal logits, each filter leaves the begin of what the one before left.
     Source: llama.cpp, src/llama-sampler.cpp and the default chain of common/common.h.
     """
     ids = _top_k(row, params.top_k) if 0 < params.top_k < len(row) else np.flatnonzero(row > -np.inf)
-    below = row[ids].astype(np.float64) - float(row.max())
     if params.top_p < 1:
-        keep = _top_p(below, params.top_p)
-        ids, below = ids[keep], below[keep]
+        ids = ids[_top_p(row[ids], params.top_p)]
     if params.min_p > 0:
+        below = row[ids].astype(np.float64) - float(row.max())
         ids = ids[below >= noise.log(np.array([params.min_p]))]
     return ids
 
@@ -190,21 +188,22 @@ def _top_k(row: F32, k: int) -> I64:
     return np.sort(np.concatenate([above, np.flatnonzero(row == least)[: k - len(above)]]))
 
 
-def _top_p(below: noise.F64, top_p: float) -> I64:
-    """Indices, ascending, of the fewest greatest logits whose shares reach ``top_p`` of all; at least one."""
-    weights = np.empty(len(below), np.uint64)
-    for i in range(0, len(below), _CHUNK):
-        weights[i : i + _CHUNK] = np.rint(noise.exp(np.maximum(below[i : i + _CHUNK], -64.0)) * _WEIGHT_SCALE)
-    needed = top_p * float(weights.sum())
+def _top_p(logits: F32, top_p: float) -> I64:
+    """Indices, ascending, of the fewest greatest logits whose shares reach ``top_p`` of all; at least one.
+
+    A token stays if the shares before it, as binary64, are less than top_p times all shares, as binary64."""
+    depth = float(logits.max()) - logits.astype(np.float64)
+    each = shares(depth)
+    needed = top_p * float(each.sum())
     inner, held = np.empty(0, np.int64), 0
     for low, high in itertools.pairwise(_DEPTHS):  # whole rings are taken unsorted, only the last one is ordered
-        ring = np.flatnonzero((below < -low) & (below >= -high))
-        total = held + int(weights[ring].sum())
+        ring = np.flatnonzero((depth > low) & (depth <= high))
+        total = held + int(each[ring].sum())
         if float(total) >= needed or high == math.inf:
             break
         inner, held = np.concatenate([inner, ring]), total
-    order = ring[np.argsort(-below[ring], kind="stable")]
-    sums = (np.cumsum(weights[order]) + np.uint64(held)).astype(np.float64)
+    order = ring[np.argsort(-logits[ring], kind="stable")]
+    sums = (np.cumsum(each[order]) + np.uint64(held)).astype(np.float64)
     return np.sort(np.concatenate([inner, order[: int(np.searchsorted(sums, needed)) + 1]]))
 
 

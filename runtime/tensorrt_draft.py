@@ -11,10 +11,10 @@ from runtime.control_block import MAX_STEPS
 from runtime.cuda import DeviceBuffer, Event
 from runtime.device_rows import DeviceRows, RowPool
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import DraftedPass, Sampler
+from runtime.engine import NO_CHOICE, DraftedPass, Sampler
 from runtime.tensorrt_session import EngineSession
 from runtime.tensorrt_trunk import GREEDY, Shared, TensorrtTrunk
-from runtime.token_choice import NO_TOKEN, device_params, sampling_bytes
+from runtime.token_choice import device_params, sampling_bytes
 
 _F32_BYTES = 4
 
@@ -190,10 +190,9 @@ class TensorrtDraft:
         self._num_logits = 1
         self._position += count
         drafts = self._shared.control.tokens_back[1 : n + 1].astype(np.int64)
-        bad = np.flatnonzero(drafts == NO_TOKEN)
-        if len(bad):
+        if drafts[0] == NO_CHOICE:
             raise NumericError(
-                f"the draft head's logits for position {self._position + int(bad[0])} are not finite; "
+                f"the draft head's logits for position {self._position} are not finite; "
                 "the model file or its engine is damaged"
             )
         return drafts
@@ -210,7 +209,13 @@ class TensorrtDraft:
             last = self._step(0, len(tokens), self._shared.control.at("draft_tokens"), rows.address)
             self._num_logits = 1
             self._position += len(tokens)
-            tokens = [int(self._sampler(self.logits, np.array([self._position]))[0])]
+            try:
+                tokens = [int(self._sampler(self.logits, np.array([self._position]))[0])]
+            except NumericError:
+                if not drafts:
+                    raise
+                drafts += [NO_CHOICE] * (n - len(drafts))
+                break
             drafts.append(tokens[0])
             address = self._taken.address
             stream.on_device(address, last, self._row_nbytes)

@@ -13,7 +13,7 @@ from engines.manifest import Geometry
 from runtime.control_block import ControlBlock
 from runtime.cuda import DeviceBuffer, Stream
 from runtime.device_rows import DeviceRows
-from runtime.engine import Pass, Sampler
+from runtime.engine import NO_CHOICE, Pass, Sampler, choices_that_count
 from runtime.memory_plan import MemoryPlan, state_bindings
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.tensorrt_session import EngineSession
@@ -106,7 +106,7 @@ class TensorrtTrunk:
         control.fetch()
         self._shared.stream.synchronize()
         self._rows_of_logits = 1
-        choices = self._choices(1, self._position + count)
+        choices = self._choices([], self._position + count + np.arange(1))
         self._slot = count - 1 if short else 0
         self._position += count
         return Pass(choices, DeviceRows(hidden, count, self._hidden.width, self._prefill_hidden))
@@ -146,7 +146,8 @@ class TensorrtTrunk:
     def finish_verify(self, count: int) -> Pass:
         """The outcome, once the stream is idle."""
         self._rows_of_logits = count
-        choices = self._choices(count, self._position + 1)
+        tokens = self._shared.control.tokens_back[:count].tolist()
+        choices = self._choices(tokens, self._position + 1 + np.arange(count))
         self._pending = count
         return Pass(choices, self._hidden[:count])
 
@@ -198,16 +199,18 @@ class TensorrtTrunk:
         sampling, position = control.at("trunk_sampling"), control.at("position")
         self._shared.choice.enqueue(self._logits.address, rows, vocab, sampling, position, offset, control.at_choices)
 
-    def _choices(self, rows: int, place: int) -> np.ndarray:
-        """The choices of the pass just done; ``place``: of the first chosen token."""
-        choices = self._shared.control.choices_back[:rows].astype(np.int64)
-        if self._on_device and (choices >= 0).all():
+    def _choices(self, tokens: Sequence[int], places: np.ndarray) -> np.ndarray:
+        """The choices of the pass just done, over ``tokens`` if it is to be verified; ``places``: of chosen tokens."""
+        choices = self._shared.control.choices_back[: len(places)].astype(np.int64)
+        if self._on_device and (choices != NO_CHOICE).all():
             return choices
         # The host's sampler names the bad logits where the device only says that there are some.
-        on_host = np.asarray(self._sampler(self.logits, place + np.arange(rows)), np.int64)
-        if self._on_device:
+        on_host = choices_that_count(self._sampler, self.logits, places, tokens)
+        if not self._on_device:
+            return on_host
+        if (choices != on_host)[on_host != NO_CHOICE].any():
             raise EngineError(f"the device chose {choices}, the host {on_host}; build the plugins again")
-        return on_host
+        return choices
 
     def _read_slot(self, pool: int) -> tuple[np.ndarray, np.ndarray]:
         """State [1, HV, DK, DV] and window [1, kernel - 1, C] of the current slot of the pool at an address."""

@@ -16,29 +16,34 @@ from runtime.engine import Sampler
 from runtime.sampling import ParamsSampler, SamplingParams
 
 KERNELS_NAME = "libnextn_kernels.so"
-NO_TOKEN = -1  # what the kernel answers for a row that no token can be chosen from
 _PDL = 1
 
 
 class _Sampling(Structure):
     """As plugins/kernels/select.h has it."""
 
-    _fields_ = (("temperature", c_double), ("least_below", c_double), ("seed", c_uint64))
+    _fields_ = (
+        ("temperature", c_double),
+        ("least_below", c_double),
+        ("top_p", c_double),
+        ("seed", c_uint64),
+        ("top_k", c_int32),
+    )
 
 
 SAMPLING_NBYTES = ctypes.sizeof(_Sampling)
+_TOP_K_MAX = 2**31 - 1  # more than any vocabulary
 
 
 def device_params(sampler: Sampler) -> SamplingParams | None:
-    """The parameters of a sampler that the device can stand in for, else None: top-k and top-p are the host's."""
-    params = sampler.params if isinstance(sampler, ParamsSampler) else None
-    return params if params is not None and params.top_k == 0 and params.top_p >= 1 else None
+    """The parameters of a sampler that the device can stand in for, else None: one that has to see the logits."""
+    return sampler.params if isinstance(sampler, ParamsSampler) else None
 
 
 def sampling_bytes(params: SamplingParams) -> bytes:
     """What the kernel reads of ``params``."""
     least = float(noise.log(np.array([params.min_p]))[0]) if params.min_p > 0 else -math.inf
-    return bytes(_Sampling(params.temperature, least, params.seed))
+    return bytes(_Sampling(params.temperature, least, params.top_p, params.seed, min(params.top_k, _TOP_K_MAX)))
 
 
 class TokenChoice:

@@ -3,8 +3,9 @@
 #include "export.h"
 
 // How keys and values are kept. kNEXTN_CACHE_INT8: per row and kv head D int8, then 16 bytes that hold a float32 scale
-// per 64 values (the rest 0); a value is int8 * scale, scale = largest magnitude / 127, rounded to the nearest. Not
-// finite where one of the 64 values is not.
+// per 64 values (the rest 0); a value is int8 * scale, scale = largest magnitude / 127, rounded to the nearest. A
+// row and kv head with values that are not finite, or above 65504 (f16) or 32496 (int8), keeps a key of NaN and values
+// of 0.
 enum NextnCacheType { kNEXTN_CACHE_F16 = 0, kNEXTN_CACHE_INT8 = 1 };
 
 // Per token t at position p = *position + t, query head h of H, kv head h / (H/KV), head size D:

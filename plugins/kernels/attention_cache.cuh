@@ -26,6 +26,7 @@ struct HalfRows {
     static constexpr int kVALUE_BYTES = 2 * D, kBYTES = kVALUE_BYTES;  // of a row's values; of a row in the cache
     static constexpr int kPITCH = kBYTES + 16;                         // of a row in a tile
     static constexpr int kSTAGES = 1;                                  // tiles of keys, and of values, in shared memory
+    static constexpr float kLARGEST = 65504.0f;                        // value that it holds
     static constexpr int kVALUE_WARPS = D >= 128 ? 8 : D / 16;
     static constexpr int kTILES = D / kVALUE_WARPS / 8;  // 8-column tiles of a warp
     using Tile = uint8_t[kKEYS][kPITCH];
@@ -85,6 +86,7 @@ struct ByteRows {
     static constexpr int kGROUP = D < 64 ? D : 64, kGROUPS = D / kGROUP;  // values of a scale; scales of a row
     static constexpr int kVALUE_BYTES = D, kBYTES = D + 16, kPITCH = kBYTES, kSTAGES = 2;
     static constexpr int kVALUE_WARPS = D / 32, kTILES = 4;
+    static constexpr float kLARGEST = 32496.0f;  // its scale times 2^8 is still finite in f16
     using Tile = uint8_t[kKEYS][kPITCH];
     static_assert(kGROUPS * sizeof(float) <= 16, "scales of a row");
 

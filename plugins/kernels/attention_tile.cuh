@@ -2,7 +2,8 @@
 // tiles of 64, f16 tensor cores, online softmax in float32.
 //
 // A row's result depends on its own keys only: tiles start at fixed positions, masked keys get weight exactly 0 and
-// values beyond the last row are read as 0, so rows and tokens around it change nothing.
+// values beyond the last row are read as 0, so rows and tokens around it change nothing. As 0 * NaN is NaN, a row whose
+// values the cache cannot hold is stored as values 0 and a key of NaN, which makes it and those after it NaN, no others.
 #pragma once
 #include "attention.h"
 #include "attention_cache.cuh"
@@ -66,6 +67,7 @@ __device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const f
 }
 
 // Normalise, rotate and store the key, and store the value, of token t; one warp, scratch [D].
+// One whose values the cache cannot hold: see above.
 template <int D, typename Rows = HalfRows<D>>
 __device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch,
                                            int lane) {
@@ -75,8 +77,15 @@ __device__ __forceinline__ void append_row(const NextnAttention& p, int t, int p
     load_head<D>(key, p.key + from, lane);
     load_head<D>(value, p.value + from, lane);
     norm_rope_head<D>(key, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
+    bool held = true;
 #pragma unroll
-    for (int j = 0; j < D / 32; ++j) key[j] = scratch[lane + 32 * j];
+    for (int j = 0; j < D / 32; ++j) {
+        key[j] = scratch[lane + 32 * j];
+        held &= fabsf(value[j]) <= Rows::kLARGEST;
+    }
+    if (!__all_sync(~0u, held))
+#pragma unroll
+        for (int j = 0; j < D / 32; ++j) key[j] = NAN, value[j] = 0.0f;
     Rows::store(static_cast<uint8_t*>(p.key_cache) + at, key, lane);
     Rows::store(static_cast<uint8_t*>(p.value_cache) + at, value, lane);
     __syncwarp();

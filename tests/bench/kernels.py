@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from runtime.sampling import SamplingParams
 from tests.kernels import library as lib
 from tests.kernels.test_attention import F16, INT8, NINE_B, Layer
 from tests.kernels.test_gated_delta_net import Net, Shape
+from tests.kernels.test_select import VOCAB, Selection
 from tests.oracle import int8_rows, kquant
 
 SHAPES = (
@@ -121,6 +123,40 @@ def attention_times(position: int, tokens: tuple[int, ...], cache_type: int) -> 
     return [time_of(t) for t in tokens]
 
 
+SETTINGS = {
+    "greedy": SamplingParams(),
+    "temperature 0.8": SamplingParams(0.8, seed=1),
+    "min-p 0.05": SamplingParams(0.8, min_p=0.05, seed=1),
+    "top-k 20": SamplingParams(0.8, 20, seed=1),
+    "top-k 500": SamplingParams(0.8, 500, seed=1),
+    "top-p 0.95": SamplingParams(0.8, top_p=0.95, seed=1),
+    "top-k 20, top-p 0.95": SamplingParams(0.8, 20, 0.95, seed=1),
+    "top-k 40, top-p 0.95, min-p 0.05": SamplingParams(0.8, 40, 0.95, 0.05, seed=1),
+}
+
+
+def text_like_logits(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """[rows, VOCAB] f32: a bell of width 2.5, above which a few dozen tokens stand out, the best 8 above the bell's
+    end."""
+    logits = rng.standard_normal((rows, VOCAB)) * 2.5
+    for row in logits:
+        row[rng.integers(0, VOCAB, 60)] = 19.0 - np.sort(rng.exponential(3.0, 60))
+    return np.asarray(logits, np.float32)
+
+
+def select_time(params: SamplingParams, rows: int, copies: int = 4) -> float:
+    """Microseconds of one token choice, over rotating logits that lie in the cache, as after the product."""
+    rng = np.random.default_rng(0)
+    calls = [Selection(text_like_logits(rng, rows)) for _ in range(copies)]
+    for i, call in enumerate(calls):
+        call.write(1000 * i, params)
+
+    def launch(i: int, stream: int) -> None:
+        assert calls[i % copies].launch(stream) == 0
+
+    return graph_time(launch, 40)
+
+
 def main() -> None:
     rt: Any = lib.runtime()
     props = lib.check(rt.cudaGetDeviceProperties(0))
@@ -142,6 +178,9 @@ def main() -> None:
             times = zip(tokens, attention_times(position, tokens, cache_type), strict=True)
             cells = ", ".join(f"T={t} {us:.2f}" for t, us in times)
             print(f"attention 16/4 x 256, context {position}, {name} cache: {cells} us")
+    for name, params in SETTINGS.items():
+        cells = ", ".join(f"{rows} rows {select_time(params, rows):.2f}" for rows in (1, 4, 8))
+        print(f"token choice of {VOCAB}, {name}: {cells} us")
 
 
 if __name__ == "__main__":

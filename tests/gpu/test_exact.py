@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from engines.errors import NumericError
+from runtime.engine import NO_CHOICE
 from runtime.sampling import SamplingParams
 from runtime.tensorrt_trunk import GREEDY
 from tests.gpu.checks import assert_same_bits, assert_same_state, check_rows_agree, run, token_ids
@@ -110,3 +113,53 @@ def test_state_after_drafting(opened: Open) -> None:
     _, stats = run(engines, prompt, 4, 256, SamplingParams())
     assert stats.draft_n - stats.draft_n_accepted > 20
     assert_same_state(engines.trunk.state(), want, "after drafting")
+
+
+@pytest.mark.parametrize("name", ["trained", *RANDOM_MODELS])
+@pytest.mark.parametrize("rows", [2, 5, MAX_ROWS])
+def test_damaged_rows_reach_no_earlier_ones(opened: Open, name: str, rows: int) -> None:
+    """A token outside the vocabulary has an embedding of NaN. Behind a rejected draft that is no error; choices, hidden
+    rows, state and what follows are as without it."""
+    engines, trunk = opened(name), opened(name).trunk
+    ids, followers = token_ids(engines.vocab_size, 20 + rows, seed=rows), token_ids(engines.vocab_size, 3, seed=1)
+    for bad in range(1, rows):
+        choices, arrays, states = [], [], []
+        for behind in (rows - bad, 0):
+            engines.prefill(ids[:20])
+            result = trunk.verify([*ids[20 : 20 + bad], *[NO_CHOICE] * behind])
+            assert (result.choices[bad:] == NO_CHOICE).all()
+            choices.append(result.choices[:bad].tolist())
+            parts = [engines.host(result.hidden)[:bad], trunk.logits[:bad]]
+            trunk.commit(bad)
+            states.append(trunk.state())
+            arrays.append([*parts, *engines.append(followers, 1)])
+        where = f"of {rows} rows, NaN from row {bad} on"
+        assert choices[0] == choices[1]
+        for got, want in zip(*arrays, strict=True):
+            assert_same_bits(np.ascontiguousarray(got), np.ascontiguousarray(want), where)
+        assert_same_state(*states, where)
+
+
+def test_a_damaged_row_that_counts(opened: Open) -> None:
+    """At each place of a pass, behind drafts that are accepted: the next pass names the position."""
+    engines, trunk, prompt = opened("trained"), opened("trained").trunk, recorded()[0].prompt
+    engines.prefill(np.array(prompt))
+    with pytest.raises(NumericError, match=f"position {len(prompt) + 1}: {engines.vocab_size} NaN"):
+        trunk.verify([NO_CHOICE])
+    for rows in range(1, MAX_ROWS):
+        trunk.start(GREEDY)
+        text = [int(trunk.prefill(prompt).choices[0])]
+        for _ in range(rows - 1):
+            text.append(int(trunk.verify(text[-1:]).choices[0]))
+            trunk.commit(1)
+
+        def forced(logits: np.ndarray, positions: np.ndarray, last: int = trunk.position + 1) -> np.ndarray:
+            return np.where(positions == last, NO_CHOICE, GREEDY(logits, positions))
+
+        trunk.start(forced)
+        trunk.prefill(prompt)
+        result = trunk.verify([*text, NO_CHOICE])
+        assert result.choices.tolist() == [*text[1:], NO_CHOICE, NO_CHOICE]
+        trunk.commit(rows)
+        with pytest.raises(NumericError, match=f"position {len(prompt) + rows + 1}: {engines.vocab_size} NaN"):
+            trunk.verify([NO_CHOICE])

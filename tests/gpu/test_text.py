@@ -42,9 +42,11 @@ def test_known_text(opened: Open, n_drafts: int) -> None:
         SamplingParams(),
         SamplingParams(0.8, seed=5),
         SamplingParams(1.2, min_p=0.05, seed=6),
-        SamplingParams(0.8, top_k=40, top_p=0.95, seed=7),
+        SamplingParams(1.2, top_k=20, seed=7),
+        SamplingParams(1.2, top_p=0.9, seed=8),
+        SamplingParams(0.8, top_k=40, top_p=0.95, min_p=0.02, seed=9),
     ],
-    ids=["greedy", "0.8", "min-p", "host filters"],
+    ids=["greedy", "0.8", "min-p", "top-k", "top-p", "all filters"],
 )
 @pytest.mark.parametrize("name", TRAINED_MODELS)
 def test_drafting_leaves_the_text_alone(opened: Open, name: str, params: SamplingParams, n_drafts: int) -> None:

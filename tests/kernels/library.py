@@ -114,7 +114,11 @@ class DecoderLayer(Structure):
 
 
 class Sampling(Structure):
-    _fields_ = (("temperature", c_double), ("least_below", c_double), ("seed", c_uint64))
+    _fields_ = (
+        *((name, c_double) for name in ("temperature", "least_below", "top_p")),
+        ("seed", c_uint64),
+        ("top_k", c_int32),
+    )
 
 
 @cache

@@ -172,6 +172,22 @@ def test_rollback_to_any_slot_equals_a_run_without_the_rejected_tokens(rng: np.r
         assert relative(y, want.y[-2:]) < ERROR
 
 
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_a_bad_number_reaches_no_earlier_token(rng: np.random.Generator, shape: Shape) -> None:
+    """Neither its result nor the slot after it: the same bits as without the tokens from the bad one on."""
+    net = Net(rng, shape)
+    inputs = net.inputs(rng, shape.slots)
+    for bad in range(1, shape.slots):
+        want = net.run([x[:bad] for x in inputs], slot=-1)
+        wanted = [pool[:bad].copy() for pool in net.pools()]
+        damaged = [x.copy() for x in inputs]
+        for x in damaged:
+            x[bad:] = np.nan
+        y = net.run(damaged, slot=-1)
+        assert np.array_equal(y[:bad], want) and not np.isfinite(y[bad:]).any()
+        assert all(np.array_equal(pool[:bad], before) for pool, before in zip(net.pools(), wanted, strict=True))
+
+
 def test_extreme_decay(rng: np.random.Generator) -> None:
     net = Net(rng, SHAPES[0])
     inputs = net.inputs(rng, 200)

@@ -18,6 +18,7 @@ from engines.errors import NumericError
 from engines.manifest import Manifest, TokenizerInfo
 from plugins.load import TensorRT
 from runtime import cuda, engine_tensorrt, tensorrt_session, token_choice
+from runtime.engine import NO_CHOICE
 from runtime.sampling import SamplingParams, choose
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_engines import VOCAB
@@ -35,6 +36,11 @@ from tests.runtime.fake_passes import (
 )
 
 ALL_TOKENS = np.arange(VOCAB, dtype=np.int32)
+# As plugins/kernels/select.h has it.
+_SAMPLING = np.dtype(
+    [("temperature", "f8"), ("least_below", "f8"), ("top_p", "f8"), ("seed", "u8"), ("top_k", "i4"), ("", "V4")]
+)
+
 
 
 def _engine(role: str, draft_ids: np.ndarray) -> Engine:
@@ -169,16 +175,18 @@ class FakeKernels:
         assert work and work_nbytes >= 64 * rows and ld == n
 
         def work_on() -> None:
-            temperature, least, seed = np.frombuffer(array(sampling, (24,), np.uint8).tobytes(), "f8,f8,u8")[0]
-            min_p = 0.0 if least == -math.inf or temperature == 0 else math.exp(least)
-            params = SamplingParams(float(temperature), min_p=min_p, seed=int(seed))
+            given = array(sampling, (_SAMPLING.itemsize,), np.uint8).copy().view(_SAMPLING)[0]
+            min_p = 0.0 if given["least_below"] == -math.inf else math.exp(given["least_below"])
+            numbers = float(given["temperature"]), int(given["top_k"]), float(given["top_p"])
+            params = SamplingParams(*numbers, min_p, int(given["seed"]))
             values = array(logits, (rows, n), np.float32).copy()
             places = int(array(position, (1,), np.int32)[0]) + offset + np.arange(rows)
-            try:
-                chosen = choose(values, places, params)
-            except NumericError:
-                chosen = np.full(rows, token_choice.NO_TOKEN)
-            array(tokens, (rows,), np.int32)[:] = chosen
+            for row in range(rows):
+                try:
+                    chosen = choose(values[row : row + 1], places[row : row + 1], params)[0]
+                except NumericError:
+                    chosen = NO_CHOICE
+                array(tokens, (rows,), np.int32)[row] = chosen
 
         self.fake.stream(stream).add(work_on)
         return self.status

@@ -30,7 +30,8 @@ SAMPLERS: dict[str, Sampler] = {
     "greedy": GREEDY,
     "temperature": ParamsSampler(SamplingParams(2.0, seed=77)),
     "min-p": ParamsSampler(SamplingParams(2.0, min_p=0.2, seed=78)),
-    "top-k, on the host": ParamsSampler(SamplingParams(2.0, top_k=4, seed=79)),
+    "top-k": ParamsSampler(SamplingParams(2.0, top_k=4, seed=79)),
+    "all filters": ParamsSampler(SamplingParams(2.0, top_k=8, top_p=0.9, min_p=0.05, seed=80)),
     "unknown to the device": lambda logits, positions: logits.argmin(axis=1),
 }
 
@@ -205,6 +206,19 @@ def test_one_copy_to_the_host_and_one_launch_a_round(engines: Engines, gpu: Fake
     assert gpu.cuda.calls["cudaStreamBeginCapture"] == captures
 
 
+def test_settings_are_read_from_memory(engines: Engines, gpu: FakeGpu) -> None:
+    """What was recorded with one sampler serves every other that the device can stand in for."""
+    for name, sampler in SAMPLERS.items():
+        run(*engines, sampler, 3)
+        captures = gpu.cuda.calls["cudaStreamBeginCapture"]
+        if name == "greedy":
+            recorded = captures
+    assert "unknown" in name and captures > recorded  # of verify passes alone
+    for name, sampler in list(SAMPLERS.items())[:-1]:
+        run(*engines, sampler, 3)
+        assert gpu.cuda.calls["cudaStreamBeginCapture"] == captures, name
+
+
 def test_a_second_sequence_forgets_the_first(engines: Engines) -> None:
     run(*engines, SAMPLERS["temperature"], 4, max_tokens=9)
     assert run(*engines, GREEDY, 2)[0] == plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)[0]
@@ -308,6 +322,53 @@ def test_logits_that_are_none(engines: Engines, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(f"tests.runtime.fake_passes.{name}", poisoned)
     with pytest.raises(NumericError, match=f"position {CHUNK if fault == 'trunk' else len(PROMPT) + 1}"):
         run(*engines, GREEDY, 2)
+
+
+@pytest.mark.parametrize("ends", [(), (12, 3)])
+@pytest.mark.parametrize("n", range(1, MAX_ROWS))
+@pytest.mark.parametrize("name", list(SAMPLERS)[:-1])
+def test_logits_that_plain_decoding_never_sees(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str, n: int, ends: tuple[int, ...]
+) -> None:
+    """Every row after a rejected draft, and after the text's end, is damaged, the head's as well as the trunk's. The
+    text is the same."""
+    text, reason = plain_decode(PROMPT, SAMPLERS[name], -1, ends, CONTEXT)
+    assert reason == ("stop" if ends else "length")
+    state, seen = START_STATE, set()
+    for token in (*PROMPT, *text):
+        state = next_state(state, token)
+        seen.add(state)
+    damaged = []
+
+    def logits(state: int) -> np.ndarray:
+        if state in seen:
+            return logits_of(state)
+        damaged.append(state)
+        bad = np.float32(np.inf if state % 2 else np.nan)
+        return np.where(np.arange(13) == 5, bad, logits_of(state))
+
+    monkeypatch.setattr("tests.runtime.fake_passes.logits_of", logits)
+    assert run(*engines, SAMPLERS[name], n, end_token_ids=ends)[0] == text
+    assert damaged or len(text) < 4
+
+
+def test_damaged_logits_that_count(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any row of a pass: with the position that plain decoding names."""
+    text, _ = plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)
+    states = [START_STATE]
+    for token in (*PROMPT, *text):
+        states.append(next_state(states[-1], token))
+    for position in range(len(PROMPT) + 1, len(PROMPT) + 12):
+        bad = states[position]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "tests.runtime.fake_passes.logits_of",
+                lambda state, bad=bad: logits_of(state) * np.float32(np.nan if state == bad else 1),
+            )
+            patch.setattr("tests.runtime.fake_passes.twisted", lambda state: logits_of(state))
+            for n in range(MAX_ROWS):
+                with pytest.raises(NumericError, match=f"for position {position}: 13 NaN"):
+                    run(*engines, GREEDY, n)
 
 
 def test_a_failing_cuda_call_names_itself(engines: Engines, gpu: FakeGpu) -> None:

@@ -1,8 +1,7 @@
-"""Token choice: the noise to the last bit, the distribution, the filters, the refusals."""
+"""Token choice: the distribution, the filters, the refusals."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import numpy as np
@@ -11,120 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import NumericError, UsageError
-from runtime import noise
 from runtime.sampling import SEED_MAX, SamplingParams, choose, filtered
-
-
-def philox_words(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 on Python integers, key bumped before every round but the first."""
-    c, k = list(counter), list(key)
-    for i in range(10):
-        if i:
-            k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(b >> 32) ^ c[1] ^ k[0], b % 2**32, (a >> 32) ^ c[3] ^ k[1], a % 2**32]
-    return c
-
-
-def all_keys(row: np.ndarray, position: int, params: SamplingParams) -> np.ndarray:
-    """logit + t*g of every token: nothing pruned."""
-    blocks = np.arange(-(-len(row) // 4))
-    drawn = noise.words(params.seed, np.full(len(blocks), position), blocks).ravel()[: len(row)]
-    return row.astype(np.float64) + params.temperature * noise.gumbel(drawn)
-
-
-def reference_filter(row: np.ndarray, params: SamplingParams) -> list[int]:
-    """top-k, top-p, min-p on a sorted list of exact weights."""
-    order = sorted((i for i in range(len(row)) if row[i] > -np.inf), key=lambda i: (-row[i], i))
-    if params.top_k:
-        order = order[: params.top_k]
-    if params.top_p < 1:
-        weights = [round(math.exp(float(row[i]) - float(row.max())) * 2**40) for i in order]
-        n, total, needed = 0, 0, params.top_p * sum(weights)
-        while n == 0 or total < needed:
-            total, n = total + weights[n], n + 1
-        order = order[:n]
-    if params.min_p:
-        order = [i for i in order if float(row[i]) - float(row.max()) >= math.log(params.min_p)]
-    return sorted(order)
-
-
-# ---------------------------------------------------------------- noise
-KNOWN = [  # Random123, tests/kat_vectors, "philox4x32 10"
-    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-        [0xA4093822, 0x299F31D0],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ),
-]
-
-
-@pytest.mark.parametrize(("counter", "key", "want"), KNOWN)
-def test_philox_known_answers(counter, key, want):
-    assert philox_words(counter, key) == want
-    got = noise.philox4x32(np.array([counter, counter], np.uint64).T, (key[0], key[1]))
-    assert got.T.tolist() == [want, want]
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**32, SEED_MAX])
-def test_word_layout(seed):
-    positions, blocks = np.array([0, 7, 2**33 + 5]), np.array([0, 62079, 3])
-    want = [
-        philox_words([b, p % 2**32, p >> 32, 0], [seed % 2**32, seed >> 32])
-        for p, b in zip(positions.tolist(), blocks.tolist(), strict=True)
-    ]
-    assert noise.words(seed, positions, blocks).tolist() == want
-
-
-def test_words_of_many_blocks_do_not_depend_on_the_batch():
-    blocks = np.arange(20_000)
-    whole = noise.words(5, np.full(20_000, 11), blocks)
-    assert np.array_equal(whole[12_345:12_347], noise.words(5, np.full(2, 11), blocks[12_345:12_347]))
-
-
-def test_log_and_exp_are_accurate():
-    rng = np.random.default_rng(1)
-    x = np.concatenate([rng.random(4000), 2.0 ** rng.uniform(-33, 6, 4000), 1 - 2.0 ** -np.arange(1.0, 34), [1.0]])
-    want = np.array([math.log(v) for v in x.tolist()])
-    assert np.all(np.abs(noise.log(x) - want) <= 2 * np.spacing(np.abs(want)))
-    y = -np.concatenate([rng.random(2000), rng.uniform(0, 64, 4000), [0.0]])
-    want = np.array([math.exp(v) for v in y.tolist()])
-    assert np.all(np.abs(noise.exp(y) - want) <= 2.0**-51 * want)
-
-
-def test_gumbel_bits_are_pinned():
-    """Recorded once: a kernel and every later version must give these bits."""
-    got = noise.gumbel(np.array([0, 1, 0x80000000, 0xDEADBEEF, 0xFFFFFFFE, 0xFFFFFFFF], np.uint64))
-    assert [v.hex() for v in got.tolist()] == [
-        "-0x1.90a3aa15a0b5dp+1",
-        "-0x1.8a56cb66869f4p+1",
-        "0x1.774f29c39c0bdp-2",
-        "0x1.f8564bfa1e55ep+0",
-        "0x1.5c6766f467b8ep+4",
-        "0x1.6dfb516f1cbbep+4",
-    ]
-    many = noise.gumbel(np.arange(7, 2**32, 1_000_003, dtype=np.uint64))
-    assert (
-        hashlib.sha256(many.astype("<f8").tobytes()).hexdigest()
-        == "ac71d41ab6357cef6374ff79fa7c5c8407de8d98261a56cee422883700cd5b79"
-    )
-
-
-def test_exp_bits_are_pinned():
-    many = noise.exp(np.arange(0, -40, -0.0078125))
-    assert (
-        hashlib.sha256(many.astype("<f8").tobytes()).hexdigest()
-        == "d44007bc0a8cc480620822d28f49bb35b46be5970f92e983fa9083ce697a4ec3"
-    )
-
-
-def test_gumbel_stays_in_its_bounds_and_rises():
-    x = np.sort(np.concatenate([np.arange(1000), 2**32 - 1 - np.arange(1000), np.arange(0, 2**32, 2**20)]))
-    g = noise.gumbel(x.astype(np.uint64))
-    assert g[0] > noise.GUMBEL_MIN and g[-1] < noise.GUMBEL_MAX
-    assert np.all(np.diff(g[np.diff(x, prepend=-1) > 0]) > 0)
+from tests.oracle.token_choice import chosen, kept
 
 
 # ---------------------------------------------------------------- choice
@@ -163,7 +50,7 @@ def test_pruned_equals_unpruned(data_seed, n_vocab, spread, temperature, seed):
     logits[:, rng.integers(n_vocab)] = 1.0
     params = SamplingParams(temperature, seed=seed)
     positions = np.array([0, 5, 2**31])
-    want = [int(all_keys(row, p, params).argmax()) for row, p in zip(logits, positions.tolist(), strict=True)]
+    want = [chosen(row, p, params) for row, p in zip(logits, positions.tolist(), strict=True)]
     assert choose(logits, positions, params).tolist() == want
 
 
@@ -173,7 +60,7 @@ def test_a_large_vocabulary_is_pruned_exactly():
     row = rng.normal(-6, 0.5, 100_001).astype(np.float32)
     row[77] = 4.0
     params = SamplingParams(1.0, seed=123)
-    want = [int(all_keys(row, p, params).argmax()) for p in range(40)]
+    want = [chosen(row, p, params) for p in range(40)]
     assert 5 < sum(w == 77 for w in want) < 35
     assert choose(np.tile(row, (40, 1)), np.arange(40), params).tolist() == want
 
@@ -208,7 +95,7 @@ def test_extreme_logits_and_temperatures(scale):
     logits = np.array([[-1, 0.5, 1, -np.inf, 0.25]], np.float32) * np.float32(scale)
     for temperature in (5e-324, 1e-9, 1.0, 1e6):
         params = SamplingParams(temperature, seed=6)
-        assert choose(logits, np.array([4]), params)[0] == all_keys(logits[0], 4, params).argmax()
+        assert choose(logits, np.array([4]), params)[0] == chosen(logits[0], 4, params)
 
 
 # ---------------------------------------------------------------- filters
@@ -221,7 +108,14 @@ def test_extreme_logits_and_temperatures(scale):
 def test_filters_equal_the_plain_reference(values, top_k, top_p, min_p):
     row = np.array([*values, 1.0], np.float32)
     params = SamplingParams(1.0, top_k, top_p, min_p)
-    assert filtered(row, params).tolist() == reference_filter(row, params)
+    assert filtered(row, params).tolist() == kept(row, params)
+
+
+def test_top_p_orders_logits_that_differ_by_less_than_their_depths():
+    """1e-30 and 2e-30 lie equally deep below 9 in binary64; the larger one is the more probable all the same."""
+    row = np.array([1e-30, 9.0, 2e-30, -0.0, 0.0], np.float32)
+    left = [filtered(row, SamplingParams(1.0, top_p=p)).tolist() for p in (1 - 4.5e-4, 1 - 3.2e-4, 1 - 2e-4)]
+    assert left == [[1, 2], [0, 1, 2], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 9.0])
@@ -229,16 +123,14 @@ def test_filters_equal_the_plain_reference(values, top_k, top_p, min_p):
 def test_top_p_on_a_large_row_equals_the_plain_reference(spread, top_p):
     row = (np.random.default_rng(5).standard_normal(30_000) * spread).astype(np.float32)
     params = SamplingParams(1.0, top_p=top_p)
-    assert filtered(row, params).tolist() == reference_filter(row, params)
+    assert filtered(row, params).tolist() == kept(row, params)
 
 
 def test_filtered_draws_stay_inside_and_equal_the_unpruned_choice():
     rows = np.random.default_rng(6).standard_normal((50, 300)).astype(np.float32) * 3
     params = SamplingParams(1.5, top_k=40, top_p=0.9, min_p=0.02, seed=31)
     got = choose(rows, np.arange(50), params)
-    for position, row in enumerate(rows):
-        ids = reference_filter(row, params)
-        assert got[position] == ids[int(all_keys(row, position, params)[ids].argmax())]
+    assert got.tolist() == [chosen(row, position, params) for position, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(
