@@ -103,7 +103,7 @@ def _write_all(
         model_name=file.get("general.name", str, file.path.stem),
         content_key=file.content_key(),
         target=target,
-        geometry=_geometry(config),
+        geometry=geometry_of(config),
         tokenizer=tokenizer,
         files={role: (name, (part / name).stat().st_size) for role, name in files.items()},
         digests={role: file_digest(part / name) for role, name in files.items()},
@@ -151,7 +151,7 @@ def _write_lowered(
     return files, store.notes
 
 
-def _geometry(config: ModelConfig) -> Geometry:
+def geometry_of(config: ModelConfig) -> Geometry:
     return Geometry(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -61,7 +61,7 @@ class RawWeightStore(WeightStore):
 
     def matrix(self, tensor: GGUFTensor) -> Matrix:
         if tensor.name not in self._matrices:
-            check_finite(tensor)
+            self._check(tensor)
             rows, columns = tensor.shape
             if needs_dequantized_copy(tensor):
                 matrix = self._store_floats(tensor)
@@ -90,6 +90,9 @@ class RawWeightStore(WeightStore):
             self._matrices[tensor.name] = matrix
             self.raw.update({part.name: raw for part in matrix.parts})
         return self._matrices[tensor.name]
+
+    def _check(self, tensor: GGUFTensor) -> None:
+        check_finite(tensor)
 
     @property
     def bytes_written(self) -> int:

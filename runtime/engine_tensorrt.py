@@ -17,14 +17,13 @@ from runtime.control_block import ControlBlock
 from runtime.device_weights import DeviceWeights
 from runtime.draft_tokens import DraftTokens, load_draft_tokens
 from runtime.engine import EngineLimits
-from runtime.memory_plan import MemoryPlan, nbytes_of, plan_memory, state_bindings
+from runtime.memory_plan import MemoryPlan, buffers_nbytes, nbytes_of, plan_memory, state_bindings
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_session import EngineLoader, EngineSession
 from runtime.tensorrt_trunk import Shared, TensorrtTrunk
 from runtime.token_choice import TokenChoice
 
 _ROW_NUMBERS = 64
-_F32_BYTES = 4
 
 
 def open_engines(
@@ -81,11 +80,8 @@ def engine_limits(folder: Path) -> EngineLimits:
 
 def memory_plan(engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession]) -> MemoryPlan:
     """What opened sessions will need, before it is taken."""
-    options = engines.options
-    rows = 3 * options.prefill_chunk + 5 * options.max_rows
-    buffers = (rows * geometry.hidden_size + (options.max_rows + 1) * geometry.vocab_size) * _F32_BYTES
     activations = max(session.activation_nbytes for session in sessions.values())
-    return plan_memory(engines, sessions, activations, buffers)
+    return plan_memory(engines, sessions, activations, buffers_nbytes(engines.options, geometry))
 
 
 def _check_sizes(folder: Path, engines: EngineManifest, context_size: int, max_rows: int) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.engine_manifest import Binding, Engine, EngineManifest
+from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions
 from engines.errors import ResourceError
+from engines.manifest import Geometry
 from runtime.device_weights import weights_nbytes
 
 # Beside what is planned, the driver takes memory for code, launches and recorded graphs.
 RESERVE_BYTES = 256 << 20
+_F32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ def plan_memory(manifest: EngineManifest, roles: Iterable[str], activations: int
         code=sum(engine.nbytes for engine in engines),
         kv_cache=manifest.options.kv_cache,
     )
+
+
+def buffers_nbytes(options: EngineOptions, geometry: Geometry) -> int:
+    """Of hidden rows, prompts' and passes', and of logits: what engines share beside states and scratch."""
+    rows = 3 * options.prefill_chunk + 5 * options.max_rows
+    return (rows * geometry.hidden_size + (options.max_rows + 1) * geometry.vocab_size) * _F32_BYTES
 
 
 def state_bindings(engine: Engine) -> list[Binding]:

@@ -15,6 +15,7 @@ from engines.cache import default_cache_dir, entry_name, mark_used, part_name, r
 from engines.draft_head import DraftHeadOptions, refuse_for_folder
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, load_manifest
+from engines.planned_model import PlannedModel
 
 WHOLE_HEAD = DraftHeadOptions()
 
@@ -40,6 +41,17 @@ def exported_folder(
         if draft:
             raise
         return _cached_export(model, cache, False, WHOLE_HEAD)
+
+
+def described(model: Path, context: int) -> PlannedModel:
+    """What a .gguf holds and would become (`engines.description`). Raises UsageError, ModelFileError."""
+    if model.is_dir():
+        raise UsageError(f"{model}: is a folder; give the .gguf file itself")
+    try:
+        from engines.description import describe
+    except ImportError as error:
+        raise EngineError(f"looking into a .gguf needs the exporter's packages ({error}); pip install them") from error
+    return describe(model, context)
 
 
 def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: DraftHeadOptions) -> Path:

@@ -30,13 +30,15 @@ ALLOWED = {
         "engines.manifest",
         "engines.draft_head",
         "engines.engine_manifest",
+        "engines.planned_model",
         "engines.cache",
         "engines.errors",
     ),
 }
 ALONE = ("plugins.ops", "engines.errors", "engines.manifest", "engines.draft_head")
-# Its functions export a .gguf that a command line was given.
+# Its functions export a .gguf that a command line was given, or describe what it would become.
 EXPORTS_ON_DEMAND = "runtime.model_cache"
+ON_DEMAND = ("export", "engines.description")
 # What a machine that only runs exported folders does without.
 NOT_FOR_RUNTIME = ("onnx", "onnx_graphsurgeon", "gguf")
 
@@ -95,7 +97,7 @@ def refused(each: Import) -> bool:
     """Whether an import goes against ALLOWED."""
     if not each.within(*PRODUCT, "tests"):
         return False
-    if each.module == EXPORTS_ON_DEMAND and each.in_function and each.within("export"):
+    if each.module == EXPORTS_ON_DEMAND and each.in_function and each.within(*ON_DEMAND):
         return False
     package = each.module.split(".")[0]
     part = each.module if each.module in ALONE else package
@@ -119,6 +121,9 @@ def test_imports_point_one_way() -> None:
         ("runtime.session", "engines.build", False, True),
         ("runtime.model_cache", "export", True, False),
         ("runtime.model_cache", "export.exporter", False, True),
+        ("runtime.model_cache", "engines.description.describe", True, False),
+        ("runtime.model_cache", "engines.description.describe", False, True),
+        ("runtime.inspect", "engines.description.describe", True, True),
         ("runtime.model_cache", "tests.compare", True, True),
         ("engines.manifest", "engines.errors.EngineError", False, False),
         ("engines.manifest", "engines.build", False, True),
@@ -150,7 +155,8 @@ def test_runtime_needs_no_exporter_packages() -> None:
 def test_loading_the_command_lines_loads_no_exporter() -> None:
     """What runtime imports must not bring them along either."""
     code = (
-        "import runtime.check, runtime.engine_onnxruntime, runtime.generate, runtime.serve, runtime.server.app, sys\n"
+        "import runtime.check, runtime.engine_onnxruntime, runtime.generate, runtime.inspect, runtime.serve\n"
+        "import runtime.server.app, sys\n"
         f"print(*sorted({{name.split('.')[0] for name in sys.modules}} & {{'export', 'tests', *{NOT_FOR_RUNTIME}}}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 PYTHON = ".venv/bin/python"
 # Commands that are run, with flags that make them quick. Of other modules the flags are looked up, see `try_command`.
-RUN = {"runtime.generate": "-n 8", "runtime.check": "--n-prompts 1 -n 8", "export": ""}
+RUN = {"runtime.generate": "-n 8", "runtime.check": "--n-prompts 1 -n 8", "runtime.inspect": "", "export": ""}
 # What `make test` hands down, and what the Makefile takes from the environment.
 MAKE_VARIABLES = {
     "MAKEFLAGS",
