@@ -64,6 +64,7 @@ class Manifest:
     digests: dict[str, str]
     notes: tuple[str, ...] = field(default=())
     draft_head_key: str = ""
+    read_nbytes: dict[str, int] = field(default_factory=dict)  # of weights, by a pass of each role; empty: not known
     format_version: int = FORMAT_VERSION
 
     @property
@@ -152,6 +153,7 @@ def load_manifest(folder: Path) -> Manifest:
             digests=dict(raw["digests"]),
             notes=_tuples(raw["notes"]),
             draft_head_key=str(raw["draft_head_key"]),
+            read_nbytes={role: int(nbytes) for role, nbytes in raw.get("read_nbytes", {}).items()},
         )
         _check_kinds(manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

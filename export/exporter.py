@@ -22,6 +22,7 @@ from export.lower import lower, save_lowered
 from export.model_graphs import draft_graph, replay_graph, trunk_graph
 from export.plugin_limits import check_plugins_take
 from export.raw_weights import RawWeightStore, place_gguf
+from export.read_sizes import read_nbytes
 from export.tokenizer import write_tokenizer
 from export.weights import ALIGNMENT, WeightStore
 
@@ -109,6 +110,7 @@ def _write_all(
         digests={role: file_digest(part / name) for role, name in files.items()},
         notes=tuple(notes),
         draft_head_key=draft_head.key(),
+        read_nbytes={role: read_nbytes(part / files[role]) for role in ("trunk", "draft") if role in files},
     )
     manifest.save(part)
     return manifest

@@ -49,6 +49,12 @@ def open_device() -> Device:
     return Device(name.rstrip("\0"), (properties.major, properties.minor))
 
 
+def pci_bus_id() -> str:
+    """Of the first visible GPU, which other tools count otherwise."""
+    name = _call("cudaDeviceGetPCIBusId", 32, 0)
+    return (name.decode() if isinstance(name, bytes) else str(name)).rstrip("\0")
+
+
 def free_and_total_bytes() -> tuple[int, int]:
     """Device memory: free now, and in all."""
     free, total = _call("cudaMemGetInfo")

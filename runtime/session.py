@@ -74,17 +74,19 @@ class Session:
         cancelled: Callable[[], bool] = lambda: False,
         plain: bool = False,
         heed_ends: bool = True,
+        controller: Controller | None = None,
     ) -> Generator[int, None, None]:
         """Yield the tokens after ``prompt`` (`runtime.speculative.generate`).
 
-        plain: without the draft head. heed_ends False: end tokens are text like any other.
+        plain: without the draft head. heed_ends False: end tokens are text like any other. controller: instead of the
+        session's.
         """
         return generate(
             self.trunk,
             None if plain else self.draft,
             prompt,
             sampler=make_sampler(params),
-            controller=self.controller,
+            controller=controller or self.controller,
             max_tokens=max_tokens,
             end_token_ids=self.tokenizer.end_token_ids if heed_ends else (),
             context_size=self.context_size,

@@ -153,6 +153,7 @@ def kernels() -> ctypes.CDLL:
         *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
         *(c_void_p, c_void_p, c_size_t, c_int32, c_void_p),
     )
+    lib.nextn_read.argtypes = (c_void_p, c_size_t, c_void_p, c_void_p)
     return lib
 
 

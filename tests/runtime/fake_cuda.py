@@ -86,6 +86,9 @@ class FakeCuda:
         major, minor = self.capability
         return SimpleNamespace(name=b"Fake GPU", major=major, minor=minor)
 
+    def _cudaDeviceGetPCIBusId(self, length: int, device: int) -> bytes:
+        return b"0000:0A:00.0\0"
+
     def _cudaMemGetInfo(self) -> tuple[int, int]:
         return self.free, 1 << 34
 

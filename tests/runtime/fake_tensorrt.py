@@ -84,7 +84,16 @@ def write_engines(folder: Path, manifest: Manifest, draft_ids: np.ndarray = ALL_
 
 
 def toy_manifest() -> Manifest:
-    return Manifest("toy", "content", "tensorrt", GEOMETRY, TokenizerInfo((12,), None, False), {}, {})
+    return Manifest(
+        "toy",
+        "content",
+        "tensorrt",
+        GEOMETRY,
+        TokenizerInfo((12,), None, False),
+        {},
+        {},
+        read_nbytes={"trunk": 200, "draft": 200},
+    )
 
 
 @dataclass
@@ -169,6 +178,12 @@ class FakeKernels:
         self.fake, self.status = fake, status
         self.nextn_select_workspace = _Function(lambda rows: 64 * rows)
         self.nextn_select = _Function(self._select)
+        self.nextn_read = _Function(self._read)
+
+    def _read(self, data: int, nbytes: int, sink: int, stream: int) -> int:
+        assert nbytes % 16 == 0
+        self.fake.stream(stream).add(lambda: None)
+        return self.status
 
     def _select(self, logits: int, ld: int, rows: int, n: int, *rest: Any) -> int:
         sampling, position, offset, tokens, work, work_nbytes, _, stream = rest
