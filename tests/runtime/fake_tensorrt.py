@@ -42,7 +42,6 @@ _SAMPLING = np.dtype(
 )
 
 
-
 def _engine(role: str, draft_ids: np.ndarray) -> Engine:
     draft = role == "draft"
     cache = (2, CONTEXT, 1, 4)
