@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engines.errors import NumericError
+from runtime.draft_tokens import DraftTokens
 from runtime.engine import NO_CHOICE
 from runtime.engine_onnxruntime import OnnxDraftEngine, OnnxTrunkEngine
 from runtime.onnx_session import load_session
@@ -49,7 +50,8 @@ def damaged(clean: Exported, tmp_path_factory: pytest.TempPathFactory) -> Engine
     table[BAD] = np.nan
     weights.flush()
     trunk, replay, draft = (load_session(folder / f"{name}.onnx", 1) for name in ("trunk", "replay", "draft"))
-    return OnnxTrunkEngine(trunk, replay, geometry, 1024, MAX_ROWS), OnnxDraftEngine(draft, geometry, 1024)
+    head = OnnxDraftEngine(draft, geometry, 1024, DraftTokens(geometry.vocab_size))
+    return OnnxTrunkEngine(trunk, replay, geometry, 1024, MAX_ROWS), head
 
 
 @pytest.fixture
