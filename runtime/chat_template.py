@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +55,32 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it may fail with anything
             message = " ".join(str(error).split()) or type(error).__name__
             raise UsageError(f"the chat template cannot render these messages: {message}") from error
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """stable_length: how many ids the next turn's prompt will begin with, too, as far as the template tells."""
+
+    ids: list[int]
+    ends_in_think: bool
+    stable_length: int
+
+
+def chat_prompt(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> ChatPrompt:
+    """The prompt for an answer to ``messages``. Raises UsageError as `ChatTemplate.render` does."""
+    text = template.render(messages, add_generation_prompt=True, **options)
+    ids = tokenizer.encode(text)
+    history = tokenizer.encode(template.render(messages, add_generation_prompt=False, **options))
+    return ChatPrompt(ids, prompt_ends_in_think(text), _common_length(ids, history))
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
 
 
 def prompt_ends_in_think(prompt: str) -> bool:

@@ -31,9 +31,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help=".gguf file (exported on first use) or exported folder"
+        "model",
+        type=Path,
+        metavar="MODEL",
+        nargs="?" if optional else None,
+        help=".gguf file (exported on first use) or exported folder",
     )
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -98,6 +102,17 @@ def session_of(options: argparse.Namespace) -> Session:
     return open_session(
         folder, backend=options.backend, context_size=options.ctx_size, threads=options.threads, spec=spec
     )
+
+
+def read_api_key(path: Path) -> str:
+    """What --api-key-file names, without white space around it. Raises UsageError."""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {path}: cannot be read ({error})") from None
+    if not key:
+        raise UsageError(f"--api-key-file {path}: is empty")
+    return key
 
 
 @contextlib.contextmanager

@@ -45,9 +45,9 @@ class TimedOutError(ResourceError):
 class Listener(Protocol):
     """Hears about a request, in the scheduler's thread: it must be quick. What it raises ends the request."""
 
-    def tokens(self, tokens: list[int]) -> int | None:
-        """Tokens that were emitted, none for a step that only read the prompt. A number: the text is to end after so
-        many of them."""
+    def tokens(self, tokens: list[int], num_drafted: int) -> int | None:
+        """Tokens that were emitted, none for a step that only read the prompt; the first ``num_drafted`` are accepted
+        drafts. A number: the text is to end after so many of them."""
 
     def ended(self, reason: str, error: Exception | None) -> None:
         """The last call. reason: "stop", "length", "cancelled" or "error", then with the error."""
@@ -226,7 +226,7 @@ class Scheduler:
         assert slot.generation is not None
         try:
             block = slot.generation.step()
-            kept = job.listener.tokens(block.tokens)
+            kept = job.listener.tokens(block.tokens, block.num_drafted)
             job.stats.predicted_n += len(block.tokens) if kept is None else kept
             reason = block.finish_reason if kept is None else "stop"
             if reason is None:

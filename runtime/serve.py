@@ -21,6 +21,7 @@ from runtime.command_line import (
     add_model_arguments,
     add_sampling_arguments,
     add_spec_arguments,
+    read_api_key,
     run_command,
     sampling_params,
     session_of,
@@ -135,15 +136,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _api_key(options: argparse.Namespace) -> str:
-    if options.api_key_file is None:
-        return str(options.api_key)
-    try:
-        key: str = options.api_key_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {options.api_key_file}: cannot be read ({error})") from None
-    if not key:
-        raise UsageError(f"--api-key-file {options.api_key_file}: is empty")
-    return key
+    return str(options.api_key) if options.api_key_file is None else read_api_key(options.api_key_file)
 
 
 def _bind(host: str, port: int) -> socket.socket:

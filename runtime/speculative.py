@@ -25,10 +25,12 @@ MAX_TOKENS_UNLIMITED = -1
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens that a step emitted (none while the prompt is read). finish_reason: "stop" or "length" with the last."""
+    """Tokens that a step emitted (none while the prompt is read), the first ``num_drafted`` of them accepted drafts.
+    finish_reason: "stop" or "length" with the last."""
 
     tokens: list[int]
     finish_reason: str | None = None
+    num_drafted: int = 0
 
 
 class PrefixStore(Protocol):
@@ -95,8 +97,8 @@ class Generation:
             if self._budget == 0:
                 return Block([], "length")
             self._controller.begin()
-            return self._emit([chosen])
-        return self._emit(self._round())
+            return self._emit([chosen], 0)
+        return self._emit(*self._round())
 
     def save(self) -> None:
         """Keep the state reached, once the prompt is read, for sequences that begin alike."""
@@ -110,14 +112,14 @@ class Generation:
         hidden = self._head.last_hidden() if self._draft is not None else None
         self._prefixes.save(self._trunk, self._draft, self._tokens[: self._trunk.position], hidden)
 
-    def _emit(self, block: list[int]) -> Block:
+    def _emit(self, block: list[int], num_drafted: int) -> Block:
         self._tokens += block
         ended = block[-1] in self._ends
         emitted = block[:-1] if ended else block
         self._num_emitted += len(emitted)
         if ended:
-            return Block(emitted, "stop")
-        return Block(emitted, "length" if self._num_emitted == self._budget else None)
+            return Block(emitted, "stop", min(num_drafted, len(emitted)))
+        return Block(emitted, "length" if self._num_emitted == self._budget else None, num_drafted)
 
     def _read_prompt(self) -> int | None:
         """Trunk and head take a chunk of the prompt: the trunk's choice after the last one."""
@@ -138,7 +140,8 @@ class Generation:
         self._stats.prompt_ms += 1000.0 * (self._clock() - began)
         return chosen if done else None
 
-    def _round(self) -> list[int]:
+    def _round(self) -> tuple[list[int], int]:
+        """The tokens it yields, and how many of them, at the front, are accepted drafts."""
         trunk, began = self._trunk, self._clock()
         limit = min(self._budget - self._num_emitted, trunk.max_rows) - 1
         n = self._controller.draft_n(limit) if self._draft is not None else 0
@@ -151,7 +154,7 @@ class Generation:
         done = Round(n, n_accept, n_rows, draft_ms, round_ms - draft_ms)
         self._stats.count(done)
         self._controller.observe(done)
-        return block
+        return block, min(n_accept, len(block))
 
 
 def generate(

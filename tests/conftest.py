@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption(
+        "--require-browser",
+        action="store_true",
+        help="fail, instead of skipping tests of the page, when Chromium or playwright is not installed",
+    )
+
+    parser.addoption(
         "--prepared", metavar="DIR", help="what the GPU tests read, made by `python -m tests.gpu.prepare DIR`"
     )
 
@@ -69,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--require-gpu: no NVIDIA GPU found (no driver, or no device visible)")
     if config.getoption("--require-peer") and not _installed("llama_cpp_py_sync"):
         raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[test]' (Linux on x86-64)")
+    if config.getoption("--require-browser") and _no_browser():
+        raise pytest.UsageError(f"--require-browser: {_no_browser()}")
 
 
 @pytest.hookimpl(trylast=True)  # a sample of what -k and -m have left
@@ -81,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     lacking = {
         "gpu": None if _num_gpus() else "needs an NVIDIA GPU",
         "trt": None if _installed("tensorrt", "tensorrt_rtx") else "needs a TensorRT package",
+        "browser": _no_browser(),
         "peer": None if _installed("llama_cpp_py_sync") else "needs llama.cpp, of the extra 'test' on Linux x86-64",
     }
     for item in items:
@@ -112,6 +122,13 @@ def _num_gpus() -> int:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
+
+
+def _no_browser() -> str | None:
+    """What is missing for tests in a browser."""
+    if shutil.which("chromium") is None:
+        return "needs chromium on PATH (apt install chromium)"
+    return None if _installed("playwright") else "needs playwright, of the extra 'test'"
 
 
 def _installed(*packages: str) -> bool:

@@ -19,6 +19,7 @@ from runtime.server.completions import completion
 from runtime.server.errors import ApiError, api_error
 from runtime.server.http import ClientGoneError, Json, error_response
 from runtime.server.metrics import CONTENT_TYPE
+from runtime.server.page import add_page
 from runtime.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from runtime.server.security import Guard, Limits
 from runtime.server.service import Service
@@ -41,6 +42,7 @@ def create_app(service: Service, limits: Limits, grace_s: float = 0.0) -> FastAP
     _add_completions(app, service)
     _add_model_routes(app, service)
     _add_state_routes(app, service)
+    add_page(app)
     _describe(app, service)
     return app
 

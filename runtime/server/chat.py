@@ -11,14 +11,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.chat_template import ChatPrompt
 from runtime.engine import Sampler
 from runtime.scheduler import Job
 from runtime.sequence_sampler import TokenLogprob
 from runtime.server.chat_grammar import chat_grammar, offered_tools
 from runtime.server.errors import bad_field
 from runtime.server.http import EventStream, Json, collect
-from runtime.server.listener import End, Piece, ReplyListener
-from runtime.server.prompt import Prompt
+from runtime.server.listener import End, Origin, Piece, ReplyListener
 from runtime.server.reply_parts import ReplyParts
 from runtime.server.schema import ChatRequest
 from runtime.server.service import Service, usage
@@ -29,7 +29,7 @@ from runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class _Prepared:
-    prompt: Prompt
+    prompt: ChatPrompt
     tools: list[dict[str, Any]]
     sampler: Sampler
 
@@ -88,6 +88,7 @@ class _Writer:
         self._tokenizer, self._job, self._listener = service.tokenizer, job, listener
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._logprobs = bool(body.logprobs)
+        self._origins, self._timings = bool(body.token_origins), bool(body.timings_per_token)
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -114,6 +115,8 @@ class _Writer:
             "logprobs": _logprobs(self._tokenizer, logprobs) if self._logprobs else None,
             "finish_reason": self._finish_reason(self._job.stats.finish_reason),
         }
+        if self._origins:
+            choice["token_origins"] = _origins([each for piece in pieces for each in piece.origins])
         return {
             **self._head,
             "object": "chat.completion",
@@ -141,13 +144,18 @@ class _Writer:
         if event.parts.content:
             delta["content"] = event.parts.content
         if delta or logprobs:
-            frames.append(self._chunk(delta, logprobs=logprobs))
+            chunk = self._chunk(delta, logprobs=logprobs)
+            if self._origins:
+                chunk["choices"][0]["token_origins"] = _origins(event.origins)
+            frames.append(chunk)
         for call in event.parts.calls:
             whole = {"index": self._num_calls, **_call(call)}
             opening = {**whole, "function": {"name": call.name, "arguments": ""}}
             rest = {"index": self._num_calls, "function": {"arguments": call.arguments}}
             frames += [self._chunk({"tool_calls": [opening]}), self._chunk({"tool_calls": [rest]})]
             self._num_calls += 1
+        if self._timings:
+            frames = [{**frame, "timings": self._job.stats.timings()} for frame in frames]
         return frames
 
     def _chunk(
@@ -164,6 +172,15 @@ class _Writer:
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _origins(origins: list[Origin]) -> dict[str, Any]:
+    """Of each text the tokens, in order: {"text", "draft"}; joined they are the text."""
+    out: dict[str, Any] = {}
+    for each in origins:
+        name = "reasoning_content" if each.reasoning else "content"
+        out.setdefault(name, []).append({"text": each.text, "draft": each.drafted})
+    return out
 
 
 def _logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprob]) -> dict[str, Any]:

@@ -14,11 +14,22 @@ from runtime.server.reply_parts import Parts, ReplyParts
 from runtime.tokenizer import StreamDecoder, Tokenizer
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Text that a token brought: of the thinking or of the answer. drafted: by an accepted draft."""
+
+    reasoning: bool
+    text: str
+    drafted: bool
+
+
 @dataclass
 class Piece:
-    """What one step added. start: of each log-probability's token in the text, in characters."""
+    """What one step added. start: of each log-probability's token in the text, in characters. origins: the text again,
+    token by token; text that was held back came with the token that showed what it was."""
 
     parts: Parts = field(default_factory=Parts)
+    origins: list[Origin] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
@@ -59,8 +70,9 @@ class ReplyListener:
         self.began = time.perf_counter()
         self.first_token_s: float | None = None
         self.num_calls = 0
+        self._drafted = False  # the last token
 
-    def tokens(self, tokens: list[int]) -> int | None:
+    def tokens(self, tokens: list[int], num_drafted: int) -> int | None:
         piece, kept = Piece(), None
         if tokens and self.first_token_s is None:
             self.first_token_s = time.perf_counter() - self.began
@@ -68,6 +80,7 @@ class ReplyListener:
             if self._sampler is not None:
                 self._waiting.append((self._num_decoded, self._sampler.logprobs.pop(self._num_tokens)))
             self._num_tokens += 1
+            self._drafted = i < num_drafted
             text = self._decoder.push(token)
             self._num_decoded += len(text)
             self._show(self._stops.push(text), piece)
@@ -99,6 +112,9 @@ class ReplyListener:
     def _add(self, parts: Parts, piece: Piece) -> None:
         piece.parts.reasoning += parts.reasoning
         piece.parts.content += parts.content
+        for reasoning, text in ((True, parts.reasoning), (False, parts.content)):
+            if text:
+                piece.origins.append(Origin(reasoning, text, self._drafted))
         room = self._calls_max - self.num_calls if self._calls_max else len(parts.calls)
         piece.parts.calls += parts.calls[:room]
         self.num_calls += len(parts.calls[:room])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import UsageError
-from runtime.chat_template import ChatTemplate, prompt_ends_in_think
+from runtime.chat_template import ChatPrompt, ChatTemplate, chat_prompt
 from runtime.server.errors import bad_field
 from runtime.server.schema import ChatRequest, Message
 from runtime.server.tool_calls import BEGIN, END
@@ -25,15 +24,6 @@ _TOOLS_TAIL = (
 )
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """stable_length: how many ids the next turn's prompt will begin with, too, as far as the template tells."""
-
-    ids: list[int]
-    ends_in_think: bool
-    stable_length: int
-
-
 class ChatPrompts:
     """Renders requests with a model's chat template. May be shared by threads."""
 
@@ -41,7 +31,7 @@ class ChatPrompts:
         self._template, self._tokenizer = template, tokenizer
         self._knows_tools = self._probe_tools()
 
-    def prompt(self, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> Prompt:
+    def prompt(self, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
         """Raises ApiError naming a message's field, UsageError when the template refuses."""
         options = _template_options(request)
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
@@ -49,10 +39,7 @@ class ChatPrompts:
             messages = _with_tools_as_text(messages, tools)
         elif tools:
             options["tools"] = list(tools)
-        text = self._template.render(messages, add_generation_prompt=True, **options)
-        ids = self._tokenizer.encode(text)
-        history = self._tokenizer.encode(self._template.render(messages, add_generation_prompt=False, **options))
-        return Prompt(ids, prompt_ends_in_think(text), _common_length(ids, history))
+        return chat_prompt(self._template, self._tokenizer, messages, **options)
 
     def _probe_tools(self) -> bool:
         """Whether the template says anything about tools."""
@@ -137,10 +124,3 @@ def _call_text(call: Mapping[str, Any]) -> str:
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines += [f"<parameter={key}>", shown, "</parameter>"]
     return "\n".join([*lines, "</function>", END])
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))

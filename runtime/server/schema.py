@@ -146,6 +146,8 @@ class ChatRequest(Common):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    timings_per_token: bool | None = Field(None, description="timings so far in every chunk, as llama.cpp's server")
+    token_origins: bool | None = Field(None, description="the text again, token by token: drafted or not")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 

@@ -12,10 +12,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.errors import ApiError
 from runtime.server.http import error_response
+from runtime.server.page import PATHS as PAGE_PATHS
 
 BODY_BYTES_DEFAULT = 16 << 20
 HEADER_BYTES_MAX = 32 << 10  # uvicorn keeps no more of headers that come in pieces
-_OPEN_PATHS = ("/health",)
+_OPEN_PATHS = ("/health", *PAGE_PATHS)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ class Collected:
 
     def __init__(self, on_step: Callable[[Collected], bool] = lambda _: False) -> None:
         self.got: list[int] = []
-        self.num_steps = 0
+        self.num_steps = self.num_drafted = 0
         self.reason = ""
         self.error: Exception | None = None
         self._on_step = on_step
         self._done = threading.Event()
 
-    def tokens(self, tokens: list[int]) -> int | None:
+    def tokens(self, tokens: list[int], num_drafted: int) -> int | None:
         self.got += tokens
+        self.num_drafted += num_drafted
         self.num_steps += 1
         return len(tokens) if self._on_step(self) else None
 

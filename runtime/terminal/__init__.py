@@ -1,0 +1,1 @@
+"""A chat in a terminal: what `runtime.chat` puts together."""
