@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[test,lint,serve]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,lint,serve,ray]'
 	touch $@
 
 demo: setup  ## Generate with multi-token prediction from the tiny model.

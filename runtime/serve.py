@@ -14,6 +14,7 @@ import logging
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engines.errors import ResourceError, UsageError
 from runtime.command_line import (
@@ -27,19 +28,21 @@ from runtime.command_line import (
     session_of,
 )
 
+if TYPE_CHECKING:
+    from runtime.server.service import ServiceOptions
+
 _PACKAGES = ("fastapi", "llguidance", "prometheus_client", "uvicorn")
 _LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-_MIB = 1 << 20
+MIB = 1 << 20
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = server_parser("runtime.serve", "Serve a Qwen3.5-family model to OpenAI's clients.").parse_args(arguments)
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the server needs {', '.join(missing)}; pip install 'nextn-trt[serve]'")
-    sampling_params(options)  # for its checks
-    _check_numbers(options)
-    api_key = _api_key(options)
+    check_options(options)
+    api_key = key_of(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     listening = _bind(options.host, options.port)  # before a long export
 
@@ -47,23 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     from runtime.server.app import create_app
     from runtime.server.security import HEADER_BYTES_MAX, Limits
-    from runtime.server.service import Service, ServiceOptions
+    from runtime.server.service import Service
 
     session = session_of(options)
-    service = Service(
-        session,
-        ServiceOptions(
-            # A seed drawn now would give every request the same noise.
-            defaults=dataclasses.replace(sampling_params(options), seed=options.seed),
-            alias=options.alias,
-            num_sequences=options.sequences,
-            queue_limit=options.queue,
-            timeout_s=options.timeout or None,
-            cache_bytes=options.cache_ram * _MIB,
-            log_prompts=options.log_prompts,
-        ),
-    )
-    limits = Limits(body_bytes=options.max_body * _MIB, api_key=api_key, hosts=_hosts(options))
+    service = Service(session, service_options(options))
+    limits = Limits(body_bytes=options.max_body * MIB, api_key=api_key, hosts=answered_hosts(options))
     app = create_app(service, limits)
     print(f"listening on {_address(listening)}, model {service.model}, drafting {session.spec_type}", file=sys.stderr)
     config = uvicorn.Config(
@@ -78,8 +69,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m runtime.serve", description="Serve a Qwen3.5-family model to OpenAI's clients.")
+def service_options(options: argparse.Namespace) -> ServiceOptions:
+    """What the flags of `server_parser` say of the service."""
+    from runtime.server.service import ServiceOptions
+
+    return ServiceOptions(
+        # A seed drawn now would give every request the same noise.
+        defaults=dataclasses.replace(sampling_params(options), seed=options.seed),
+        alias=options.alias,
+        num_sequences=options.sequences,
+        queue_limit=options.queue,
+        timeout_s=options.timeout or None,
+        cache_bytes=options.cache_ram * MIB,
+        log_prompts=options.log_prompts,
+    )
+
+
+def server_parser(module: str, description: str) -> argparse.ArgumentParser:
+    """The flags of a server: model, drafting, defaults of sampling, and how it serves."""
+    parser = Parser(prog=f"python -m {module}", description=description)
     add_model_arguments(parser)
     add_spec_arguments(parser)
     add_sampling_arguments(parser)
@@ -126,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def check_options(options: argparse.Namespace) -> None:
+    """Raises UsageError for numbers out of their range."""
+    sampling_params(options)  # for its checks
     bounds = {"port": 65535, "sequences": 256, "queue": 10**6, "cache_ram": 1 << 24, "max_body": 1 << 12}
     for name, most in bounds.items():
         if not 0 <= getattr(options, name) <= most:
@@ -135,7 +145,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise UsageError("--timeout and --grace are seconds, 0 or more")
 
 
-def _api_key(options: argparse.Namespace) -> str:
+def key_of(options: argparse.Namespace) -> str:
     return str(options.api_key) if options.api_key_file is None else read_api_key(options.api_key_file)
 
 
@@ -150,7 +160,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _hosts(options: argparse.Namespace) -> list[str]:
+def answered_hosts(options: argparse.Namespace) -> list[str]:
     """Host names that are answered. On a loopback address no others: a web page could have its name resolve there."""
     try:
         loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback

@@ -62,6 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail, instead of skipping tests of the page, when Chromium or playwright is not installed",
     )
 
+    parser.addoption("--require-ray", action="store_true", help="fail, instead of skipping, when Ray is not installed")
+
     parser.addoption(
         "--prepared", metavar="DIR", help="what the GPU tests read, made by `python -m tests.gpu.prepare DIR`"
     )
@@ -76,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--require-gpu: no NVIDIA GPU found (no driver, or no device visible)")
     if config.getoption("--require-peer") and not _installed("llama_cpp_py_sync"):
         raise pytest.UsageError("--require-peer: llama.cpp is not installed; pip install '.[test]' (Linux on x86-64)")
+    if config.getoption("--require-ray") and not _installed("ray"):
+        raise pytest.UsageError("--require-ray: Ray is not installed; pip install '.[ray]'")
     if config.getoption("--require-browser") and _no_browser():
         raise pytest.UsageError(f"--require-browser: {_no_browser()}")
 
@@ -90,6 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     lacking = {
         "gpu": None if _num_gpus() else "needs an NVIDIA GPU",
         "trt": None if _installed("tensorrt", "tensorrt_rtx") else "needs a TensorRT package",
+        "ray": None if _installed("ray") else "needs Ray, of the extra 'ray'",
         "browser": _no_browser(),
         "peer": None if _installed("llama_cpp_py_sync") else "needs llama.cpp, of the extra 'test' on Linux x86-64",
     }

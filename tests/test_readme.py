@@ -70,7 +70,7 @@ def try_command(words: list[str], folder: Path) -> None:
         places = {"MODEL": str(TRAINED_MODEL), "MODEL.gguf": str(TRAINED_MODEL), "DIR": str(folder / "out")}
         given = [places.get(word, word) for word in words[3:]]
         run([sys.executable, "-m", module, *given, *shlex.split(RUN[module])], folder)
-    elif module.split(".")[0] == "engines" or module in ("runtime.chat", "runtime.serve"):
+    elif module.split(".")[0] == "engines" or module in ("runtime.chat", "runtime.serve", "runtime.serve_ray"):
         known = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", run([sys.executable, "-m", module, "--help"], folder).stdout))
         assert {word for word in words[3:] if word.startswith("-")} <= known
 
