@@ -1,0 +1,28 @@
+"""The state machine of `tests.runtime.sequence_machine` on the engines: one sequence, nothing kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.gpu.conftest import Opened
+from tests.gpu.prepare import TRAINED_MODELS
+from tests.runtime.sequence_machine import Backend, SequenceMachine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.trt]
+
+SETTINGS = settings(
+    deadline=None, max_examples=30, stateful_step_count=25, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("name", TRAINED_MODELS)
+def test_any_order_of_steps(opened: Callable[[str], Opened], name: str) -> None:
+    engines = opened(name)
+    ends = (*engines.manifest.tokenizer.end_token_ids, 3)
+    pair = (engines.trunk, engines.draft)
+    backend = Backend((pair,), (engines.trunk, None), engines.vocab_size, ends, shared=False)
+    run_state_machine_as_test(lambda: SequenceMachine(backend), settings=SETTINGS)
