@@ -176,7 +176,7 @@ __device__ void decays_of_heads(const NextnGatedDeltaNet& p, PrepareShared<D>& s
             if (t < first) continue;
             const float decay = lane <= t ? expf(sum) : 0.0f;
             s.l[i][lane][t] = lane < t ? s.rate[i][t] * decay * s.dots[1][t][lane] : 0.0f;
-            const float v[1] = {decay * s.dots[0][t][lane]};
+            const float v[1] = {lane <= t ? decay * s.dots[0][t][lane] : 0.0f};  // above, dots may be anything
             store_split<kCHUNK_T * kCHUNK_T>(out + t * kCHUNK_T, v);
             if (lane == 0) s.since_start[i][t] = w.decays[at * 2 * kCHUNK_T + t] = expf(start);
             if (t == kCHUNK_T - 1) w.decays[(at * 2 + 1) * kCHUNK_T + lane] = decay;

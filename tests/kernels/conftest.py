@@ -1,4 +1,4 @@
-"""Fresh random numbers for each test; a failure prints the seed."""
+"""Fresh random numbers for each test, whose seed a failure prints; nothing useful in shared memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import secrets
 
 import numpy as np
 import pytest
+
+from tests.kernels import library as lib
+
+
+@pytest.fixture(autouse=True)
+def poisoned_shared_memory() -> None:
+    lib.poison_shared_memory()
 
 
 @pytest.fixture

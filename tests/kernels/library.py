@@ -204,3 +204,23 @@ def put(array: NDArray[Any]) -> DeviceArray:
 
 def synchronize() -> None:
     check(runtime().cudaDeviceSynchronize())
+
+
+def poison_shared_memory() -> None:
+    """Leave NaN in the shared memory of every multiprocessor, so that a kernel that reads what it did not write fails:
+    a prefill matmul on rows of NaN fills its tiles with them."""
+    args, _ = _nan_matmul()
+    assert kernels().nextn_matmul(ctypes.byref(args), None) == 0
+    synchronize()
+
+
+@cache
+def _nan_matmul() -> tuple[Matmul, list[DeviceArray]]:
+    t, k, n, q4_k = 256, 1024, 16896, 12
+    x, y = put(np.full((t, k), np.nan, np.float32)), DeviceArray((t, n), np.float32)
+    weight = put(np.zeros((n, k // 256 * 144), np.uint8))
+    work = DeviceArray(kernels().nextn_matmul_workspace(t, k), np.uint8)
+    args = Matmul(x=x.ptr, ldx=k, t=t, k=k, n_matrices=1)
+    args.matrix[0] = Matrix(weight.ptr, q4_k, n, y.ptr, n)
+    args.workspace, args.workspace_bytes = work.ptr, work.bytes
+    return args, [x, y, weight, work]
