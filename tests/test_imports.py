@@ -155,8 +155,8 @@ def test_runtime_needs_no_exporter_packages() -> None:
 def test_loading_the_command_lines_loads_no_exporter() -> None:
     """What runtime imports must not bring them along either."""
     code = (
-        "import runtime.chat, runtime.check, runtime.engine_onnxruntime, runtime.generate, runtime.inspect, sys\n"
-        "import runtime.serve, runtime.server.app\n"
+        "import runtime.chat, runtime.check, runtime.engine_onnxruntime, runtime.eval, runtime.generate\n"
+        "import runtime.inspect, runtime.serve, runtime.server.app, sys\n"
         f"print(*sorted({{name.split('.')[0] for name in sys.modules}} & {{'export', 'tests', *{NOT_FOR_RUNTIME}}}))"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -24,7 +24,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 PYTHON = ".venv/bin/python"
 # Commands that are run, with flags that make them quick. Of other modules the flags are looked up, see `try_command`.
-RUN = {"runtime.generate": "-n 8", "runtime.check": "--n-prompts 1 -n 8", "runtime.inspect": "", "export": ""}
+RUN = {
+    "runtime.generate": "-n 8",
+    "runtime.check": "--n-prompts 1 -n 8",
+    "runtime.inspect": "",
+    "runtime.eval": "--per-category 1 -n 4 --temps 0",
+    "export": "",
+}
 # What `make test` hands down, and what the Makefile takes from the environment.
 MAKE_VARIABLES = {
     "MAKEFLAGS",
@@ -68,6 +74,7 @@ def try_command(words: list[str], folder: Path) -> None:
     assert importlib.util.find_spec(module), module
     if module in RUN:
         places = {"MODEL": str(TRAINED_MODEL), "MODEL.gguf": str(TRAINED_MODEL), "DIR": str(folder / "out")}
+        places |= {name: str(folder / name) for name in ("report.json", "texts.csv", "report.html")}
         given = [places.get(word, word) for word in words[3:]]
         run([sys.executable, "-m", module, *given, *shlex.split(RUN[module])], folder)
     elif module.split(".")[0] == "engines" or module in ("runtime.chat", "runtime.serve", "runtime.serve_ray"):

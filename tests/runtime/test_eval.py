@@ -121,7 +121,7 @@ def test_the_figures_add_up(reports: tuple[Outcome, Path]) -> None:
         parts = [g["sources"][DRAFTING]["accepted"] for g in report["groups"] if g["split"] == split]
         assert sum(parts) == sum(g["sources"][DRAFTING]["accepted"] for g in whole) > 0
     texts = {(r["source"], r["temperature"], r["prompt"]): r["text"] for r in report["runs"]}
-    assert all(text == texts[PLAIN, *key[1:]] for key, text in texts.items())
+    assert all(text == texts[(PLAIN, *key[1:])] for key, text in texts.items())
 
 
 def test_csv_has_a_line_a_text(reports: tuple[Outcome, Path]) -> None:
@@ -308,7 +308,7 @@ def test_our_server_beside_the_model(exported: Callable[[str], Exported], tmp_pa
     texts = {(r["source"], r["temperature"], r["prompt"]): r["text"].strip() for r in report["runs"]}
     greedy = [key for key in texts if key[1] == 0.0]
     assert {source for source, _, _ in greedy} == {PLAIN, DRAFTING, running.url}
-    assert all(texts[key] == texts[PLAIN, *key[1:]] for key in greedy)
+    assert all(texts[key] == texts[(PLAIN, *key[1:])] for key in greedy)
     whole = report["groups"][0]["sources"]
     assert whole[running.url]["times"] == "rounds" and whole[running.url]["over_plain"] > 0
 
