@@ -22,7 +22,8 @@ from export.int8_caches import with_int8_caches
 from export.lower_layers import LayerForm
 from export.oddities import oddities
 from export.plugin_limits import check_plugins_take
-from export.survey import layer_forms, node_counts, read_nbytes, row_widths, tensor_groups
+from export.read_sizes import read_nbytes_of
+from export.survey import layer_forms, node_counts, row_widths, tensor_groups
 from export.weight_inputs import external_weights
 
 _F32_BYTES = 4
@@ -60,7 +61,7 @@ def describe(model: Path, context: int = 0) -> PlannedModel:
     engines = {kind: _engines(forms, geometry, replace(options, kv_cache=kind)) for kind in KV_CACHES} if forms else {}
     widths = [width for form in forms.values() for width in map(sum, row_widths(form.model).values())]
     activations = _WORKSPACE_FACTOR * _F32_BYTES * options.prefill_chunk * max(_hidden_widths(widths, config))
-    reads = {role: read_nbytes(form.model) for role, form in forms.items()}
+    reads = {role: read_nbytes_of(form.model) for role, form in forms.items()}
     return PlannedModel(facts, geometry, engines, reads, activations, options.context)
 
 
@@ -102,7 +103,7 @@ def _form_facts(form: LayerForm, hidden_size: int) -> dict[str, Any]:
         "layer_nodes": len(form.packs),
         "layer_kernels": layer_kernels(form.model, hidden_size),
         "notes": list(form.notes),
-        "reads_bytes": read_nbytes(form.model),
+        "reads_bytes": read_nbytes_of(form.model),
     }
 
 

@@ -6,15 +6,20 @@ from collections import defaultdict
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto
+from onnx import ModelProto, TensorProto
 
 # These read the rows of a few tokens only.
 _LOOK_UPS = ("BlockEmbedding", "KQuantEmbedding", "Gather")
 
 
 def read_nbytes(path: Path) -> int:
+    """Of an exported graph."""
+    return read_nbytes_of(onnx.load(path, load_external_data=False))
+
+
+def read_nbytes_of(model: ModelProto) -> int:
     """Of the weights in external data that a node other than an embedding look-up takes."""
-    graph = onnx.load(path, load_external_data=False).graph
+    graph = model.graph
     takers: dict[str, list[str]] = defaultdict(list)
     for node in graph.node:
         for name in node.input:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf.constants import GGMLQuantizationType as GGMLType
-from onnx import ModelProto, TensorProto, helper
+from onnx import ModelProto, helper
 
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig
@@ -42,7 +42,6 @@ _ROLES = {
     "eh_proj": "input projection",
 }
 _VECTORS = "norms and vectors"
-_LOOK_UP = ops.KQUANT_EMBEDDING.name
 
 
 @dataclass(frozen=True)
@@ -93,19 +92,6 @@ def node_counts(model: ModelProto) -> tuple[dict[str, int], dict[str, int]]:
     for node in model.graph.node:
         (plugins if node.domain == ops.DOMAIN else standard)[node.op_type] += 1
     return dict(plugins), dict(standard)
-
-
-def read_nbytes(model: ModelProto) -> int:
-    """Bytes of weights that a pass of a graph in TensorRT form reads; of look-up tables it reads a few rows only."""
-    takers: dict[str, set[str]] = defaultdict(set)
-    for node in model.graph.node:
-        for name in node.input:
-            takers[name].add(node.op_type)
-    return sum(
-        int(next(entry.value for entry in weight.external_data if entry.key == "length"))
-        for weight in model.graph.initializer
-        if weight.data_location == TensorProto.EXTERNAL and takers[weight.name] - {_LOOK_UP}
-    )
 
 
 def row_widths(model: ModelProto) -> dict[str, list[int]]:
