@@ -17,6 +17,7 @@ import pytest
 
 from engines.errors import EngineError, UsageError
 from runtime import eval as evaluation
+from runtime.engine_onnxruntime import OnnxTrunkEngine
 from runtime.evaluation.measure import DRAFTING, PLAIN, LocalModel, Run
 from runtime.evaluation.prompts import Prompt, load_prompts
 from runtime.evaluation.server import Server
@@ -185,6 +186,24 @@ def test_a_text_that_differs_is_found(exported: Callable[[str], Exported], monke
     some = ["--per-category", 1, "-n", 4, "-t", 1, "--temps", "0"]
     ran = run_main(evaluation.main, exported("trained").folder, *some)
     assert ran.code == 1 and ran.err.count("the text with drafts is another") == 5
+
+
+def test_a_state_that_is_not_rolled_back_is_found(
+    exported: Callable[[str], Exported], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Refused drafts stay in the recurrent state, as in a broken build."""
+    commit = OnnxTrunkEngine.commit
+
+    def without_replay(self: OnnxTrunkEngine, n_keep: int) -> None:
+        replay, self._replay = self._replay, None
+        commit(self, n_keep)
+        self._replay = replay
+
+    monkeypatch.setattr(OnnxTrunkEngine, "commit", without_replay)
+    (tmp_path / "set.jsonl").write_text(json.dumps({"category": "code", "prompt": "def water(self, bed, litres):"}))
+    some = ["--prompts", tmp_path / "set.jsonl", "-n", 48, "-t", 1, "--temps", "0,0.6"]
+    ran = run_main(evaluation.main, exported("trained").folder, *some)
+    assert ran.code == 1 and "set.jsonl:1, temperature 0.6: the text with drafts is another" in ran.err
 
 
 def test_prompts_that_do_not_fit_are_named(exported: Callable[[str], Exported]) -> None:
