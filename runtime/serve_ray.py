@@ -72,7 +72,6 @@ def application(options: argparse.Namespace) -> Any:
         bounds = {"min_replicas": replicas, "max_replicas": options.max_replicas}
         scale = {"autoscaling_config": {**bounds, "target_ongoing_requests": at_once}}
     replica = serve.deployment(
-        Replica,
         name="replica",
         ray_actor_options={"num_cpus": max(1, options.threads), "num_gpus": int(_on_gpu(options))},
         max_ongoing_requests=at_once + options.queue,
@@ -80,11 +79,11 @@ def application(options: argparse.Namespace) -> Any:
         health_check_period_s=_HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=options.grace,
         **scale,
-    )
+    )(Replica)
     limits = Limits(body_bytes=options.max_body * MIB, api_key=key_of(options), hosts=answered_hosts(options))
     front = serve.deployment(
-        Front, name="front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=100_000, num_replicas=1
-    )
+        name="front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=100_000, num_replicas=1
+    )(Front)
     return front.bind(replica.bind(options), limits)
 
 
@@ -102,6 +101,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     check_options(options)
     if not 0 <= options.replicas <= 4096 or not 0 <= options.max_replicas <= 4096:
         raise UsageError("--replicas and --max-replicas: wanted 0 to 4096")
+    if 0 < options.max_replicas < options.replicas:
+        raise UsageError(f"--max-replicas {options.max_replicas}: wanted --replicas {options.replicas} or more")
     if options.port == 0:
         raise UsageError("--port 0: Ray needs a number of its own")
     options.model = options.model.absolute()  # replicas have another current folder

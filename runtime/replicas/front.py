@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -113,6 +113,8 @@ def _api_error(error: Exception) -> ApiError:
     if isinstance(error, RayActorError):
         message = "the replica that made this reply was lost; send the request again"
         return ApiError(503, message, code="replica_lost", retry=True)
+    if isinstance(error, RayTaskError):
+        return ApiError(500, "the replica failed; its log says more", code="internal_error")
     return ApiError(503, f"no replica could answer ({type(error).__name__})", code="no_replica", retry=True)
 
 

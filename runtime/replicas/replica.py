@@ -19,6 +19,7 @@ from runtime.server.app import create_app
 from runtime.server.security import Limits
 from runtime.server.service import Service
 
+_log = logging.getLogger("runtime.replicas")
 REPLICA_HEADER = b"x-replica"
 
 
@@ -50,13 +51,19 @@ class Replica:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(lambda _: sent.put_nowait(None))
+        complete = False
         try:
             while (message := await sent.get()) is not None:
                 if message["type"] == "http.response.start":
                     yield Head(message["status"], [*message["headers"], (REPLICA_HEADER, self._name)])
-                elif message.get("body"):
+                    continue
+                if message.get("body"):
                     yield message["body"]
-            task.result()
+                complete = not message.get("more_body", False)
+            if complete and task.exception() is not None:  # told to the client already, with a 500
+                _log.error("%s failed", asked.path, exc_info=task.exception())
+            elif not complete:
+                task.result()
         finally:
             gone.set()
 

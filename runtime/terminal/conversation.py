@@ -35,28 +35,25 @@ class Conversation:
         reply = Reply()
         try:
             self._show(reply, stopped)
+        except BaseException:
+            self.messages.pop()
+            raise
         finally:
             self.screen.end()
-            if reply.finish_reason in ("", "cancelled") and not reply.content:
-                self.messages.pop()
-        if self.messages and self.messages[-1]["role"] == "user":
-            thought = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
-            self.messages.append({"role": "assistant", "content": reply.content, **thought})
+        if reply.finish_reason == "cancelled" and not reply.content:
+            self.messages.pop()
+            return reply
+        thought = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+        self.messages.append({"role": "assistant", "content": reply.content, **thought})
         return reply
 
     def _show(self, reply: Reply, stopped: Callable[[], bool]) -> None:
         self.screen.begin()
-        complete = False
-        try:
-            for delta in self.model.reply(self.all_messages(), self.settings, reply, stopped):
-                reply.reasoning += delta.reasoning
-                reply.content += delta.content
-                self.screen.reasoning(delta.reasoning)
-                self.screen.content(delta.content)
-            complete = True
-        finally:
-            if not complete:
-                reply.content = ""  # what failed is not part of the chat
+        for delta in self.model.reply(self.all_messages(), self.settings, reply, stopped):
+            reply.reasoning += delta.reasoning
+            reply.content += delta.content
+            self.screen.reasoning(delta.reasoning)
+            self.screen.content(delta.content)
 
     def take_back(self) -> str:
         """Drop the last message and its reply: the message. Raises UsageError when there is none."""

@@ -132,6 +132,8 @@ def test_what_goes_wrong_is_said_and_the_chat_goes_on(talk: Chat, tmp_path: Path
 def test_wrong_use(talk: Chat, key_file: Path) -> None:
     talk("", "--url", "http://127.0.0.1:1").refused(2, "wanted MODEL, or --url")
     talk("", "--api-key-file", key_file).refused(2, "--api-key-file is for --url")
+    headless = talk("/spec on\nhello\n", "--spec-type", "none")
+    assert (headless.code, headless.out) == (2, "") and "runs without a draft head" in headless.err
     talk("", "--temp", -1).refused(2, "temperature")
     talk("", "-n", -2).refused(2, "max_tokens")
     run_main(chat.main).refused(2, "wanted MODEL, or --url")

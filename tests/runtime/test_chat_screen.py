@@ -30,6 +30,8 @@ class Scripted:
     ) -> Iterator[Delta]:
         self.heard.append([dict(message) for message in messages])
         reply.finish_reason = "cancelled"
+        if self.heard[-1][-1]["content"] == "stops early":
+            reply.finish_reason = "stop"
         for delta in self._replies.pop(0):
             if stopped():
                 return
@@ -97,7 +99,8 @@ def test_a_failed_reply_leaves_no_trace(streams: Callable[..., io.StringIO]) -> 
     chat = Conversation(model, Settings(), Screen(), system="Be brief.")
     chat.ask("1", lambda: False)
     with pytest.raises(EngineError):
-        chat.ask("2", lambda: False)
+        chat.ask("stops early", lambda: False)
+    assert len(chat.messages) == 2
     chat.ask("3", lambda: False)
     assert [message["content"] for message in model.heard[2]] == ["Be brief.", "1", "One", "3"]
 

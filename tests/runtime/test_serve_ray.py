@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -203,3 +204,53 @@ def test_what_cannot_be_served(exported: Callable[[str], Exported], tmp_path: Pa
     run_main(serve_ray.main, folder, "--replicas", -1).refused(2, "--replicas")
     run_main(serve_ray.main, folder, "--temp", -1).refused(2, "temperature")
     run_main(serve_ray.main, tmp_path / "none").refused(2, "no such file")
+    run_main(serve_ray.main, folder, "--replicas", 3, "--max-replicas", 2).refused(2, "--max-replicas 2")
+
+
+def test_what_clients_hear_of_errors() -> None:
+    from ray.exceptions import RayActorError, RayTaskError
+    from ray.serve.exceptions import BackPressureError, RayServeException
+
+    from runtime.replicas.front import _api_error
+
+    errors = (
+        BackPressureError(1, 1),
+        RayActorError(),
+        RayTaskError("f", "trace", ValueError("x")),
+        RayServeException(),
+    )
+    told = [_api_error(error) for error in errors]
+    assert [(each.status, each.code) for each in told] == [
+        (503, "queue_full"),
+        (503, "replica_lost"),
+        (500, "internal_error"),
+        (503, "no_replica"),
+    ]
+    assert "trace" not in str([each.body() for each in told])
+
+
+def test_an_application_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """After its answer: that stands. Before it: the front hears of it."""
+    from runtime.replicas.exchange import Asked, Head
+    from runtime.replicas.replica import Replica
+
+    def parts(*messages: dict[str, Any]) -> list[Any]:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for message in messages:
+                await send(message)
+            raise ZeroDivisionError
+
+        async def collected() -> list[Any]:
+            return [part async for part in replica.serve(Asked("GET", "/", b"", [], b""))]
+
+        replica = Replica.__new__(Replica)
+        replica._app, replica._name, replica._running = app, b"x", set()  # type: ignore[assignment]
+        return asyncio.run(collected())
+
+    start = {"type": "http.response.start", "status": 500, "headers": []}
+    body = {"type": "http.response.body", "body": b"sorry"}
+    assert parts(start, body) == [Head(500, [(b"x-replica", b"x")]), b"sorry"]
+    assert "/ failed" in caplog.text
+    for messages in ((), (start,), (start, {**body, "more_body": True})):
+        with pytest.raises(ZeroDivisionError):
+            parts(*messages)
