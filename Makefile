@@ -17,7 +17,7 @@ TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
-.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench clean
+.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench audit clean
 
 setup: $(VENV)/.installed
 
@@ -93,6 +93,10 @@ check: setup  ## Is the text with drafting the text without it? How well does th
 
 bench: $(VENV)/.installed-test  ## Plain decode against llama.cpp, and drafting against plain, in one run.
 	$(BIN)/python -m tests.bench.cpu_vs_llamacpp
+
+audit: $(VENV)/.installed-serve  ## Known weaknesses of the installed dependencies.
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/python -m pip_audit --local --skip-editable
 
 clean:
 	rm -rf $(VENV) build engines/built *.egg-info

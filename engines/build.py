@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,8 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from engines.draft_head import DraftHeadOptions, add_draft_head_arguments, draft_head_options, refuse_for_folder
+from engines.engine_files import part_of, put_in_place
 from engines.engine_manifest import (
-    ENGINES_NAME,
     Engine,
     EngineManifest,
     EngineOptions,
@@ -80,26 +79,22 @@ def build_engines(
             weights.update(weight_places(form))
             if layers and listing is not None:
                 layers(role, listing)
-        # Old engines are not described while they are being replaced.
-        (folder / ENGINES_NAME).unlink(missing_ok=True)
-        for engine in made.values():
-            os.replace(_part(folder / engine.file), folder / engine.file)
+        result = EngineManifest(
+            build_key=key,
+            content_key=manifest.content_key,
+            tensorrt=chosen.name,
+            tensorrt_version=chosen.version,
+            plugins=digest,
+            options=options,
+            engines=made,
+            weights=weights,
+        )
+        put_in_place(folder, result)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot write engines ({error.strerror or error}); free space") from error
     finally:
         for role in models:
-            _part(folder / f"{role}.engine").unlink(missing_ok=True)
-    result = EngineManifest(
-        build_key=key,
-        content_key=manifest.content_key,
-        tensorrt=chosen.name,
-        tensorrt_version=chosen.version,
-        plugins=digest,
-        options=options,
-        engines=made,
-        weights=weights,
-    )
-    result.save(folder)
+            part_of(folder / f"{role}.engine").unlink(missing_ok=True)
     return result, True
 
 
@@ -123,7 +118,7 @@ def _build_role(
             fixed,
             path,
             profiles,
-            _part(file),
+            part_of(file),
             embed_weights=options.embed_weights,
             progress=lambda phase, fraction: progress(f"{role}: {phase}", fraction),
             layers=listing,
@@ -185,10 +180,6 @@ def _kept(folder: Path, key: str) -> EngineManifest | None:
     except EngineError:  # not there, or not usable: to be built
         return None
     return manifest if manifest.build_key == key else None
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(path.name + ".part")
 
 
 def _exported(model: Path, output: Path | None, draft: bool, draft_head: DraftHeadOptions) -> Path:

@@ -143,7 +143,7 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
     if found != FORMAT_VERSION:
         raise EngineError(f"{path}: format {found!r}, wanted {FORMAT_VERSION}; run `python -m engines.build` again")
     try:
-        return EngineManifest(
+        manifest = EngineManifest(
             **{key: raw[key] for key in ("build_key", "content_key", "tensorrt", "tensorrt_version", "plugins")},
             options=EngineOptions(**raw["options"]),
             engines={role: _engine(entry) for role, entry in raw["engines"].items()},
@@ -152,8 +152,22 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
                 for name, entry in raw["weights"].items()
             },
         )
-    except (KeyError, TypeError, AttributeError) as error:
+        _check_places(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{path}: incomplete ({error}); run `python -m engines.build` again") from None
+    return manifest
+
+
+def _check_places(manifest: EngineManifest) -> None:
+    """Raise ValueError at the first file outside the folder, or piece outside its weight."""
+    pieces = [piece for place in manifest.weights.values() for piece in place.pieces]
+    for name in (*(engine.file for engine in manifest.engines.values()), *(piece.file for piece in pieces)):
+        if Path(name).name != name or name in ("", ".."):
+            raise ValueError(f"{name!r} is not the name of a file in the folder")
+    for weight, place in manifest.weights.items():
+        for piece in place.pieces:
+            if min(piece.offset, piece.nbytes, piece.at) < 0 or piece.at + piece.nbytes > place.nbytes:
+                raise ValueError(f"a piece of {weight!r} lies outside of it")
 
 
 def pool_size(geometry: Geometry, max_rows: int) -> int:

@@ -30,6 +30,7 @@ WEIGHTS_NAME = "weights.bin"
 # Form of the graphs: the canonical one, or the one with plugin nodes that engines are built from.
 TARGETS = ("onnxruntime", "tensorrt")
 WHOLE_HEAD = DraftHeadOptions()
+_SWAP_ATTEMPTS = 100
 
 
 def export_model(
@@ -60,6 +61,7 @@ def export_model(
     try:
         part.mkdir(parents=True)
         manifest = _write_all(file, config, part, target, draft_head, progress)
+        _sync(part)
         _swap(part, folder)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
@@ -212,16 +214,30 @@ def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig, draft_head: D
 def _swap(part: Path, folder: Path) -> None:
     """Put ``part`` in the place of ``folder``; into it, manifest last, where it cannot be moved (a mount point)."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
+    for attempt in range(_SWAP_ATTEMPTS):
         try:
-            os.replace(folder, old)
-        except OSError as error:
-            if error.errno not in (errno.EBUSY, errno.EXDEV):
-                raise
-            _refill(part, folder)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(part, folder)
             return
-    os.replace(part, folder)
-    shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            if error.errno in (errno.EBUSY, errno.EXDEV):
+                _refill(part, folder)
+                return
+            # Another export into the same folder took it away, or put its own there, in between.
+            between = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
+            if error.errno not in between or not part.exists() or attempt + 1 == _SWAP_ATTEMPTS:
+                raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Let every file reach the disk before the folder gets the name of a whole one."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def _refill(part: Path, folder: Path) -> None:

@@ -13,9 +13,10 @@ import jinja2
 import jinja2.ext
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SecurityError
 
 from engines.errors import EngineError, UsageError
+from runtime.template_limits import BoundedEnvironment
 from runtime.tokenizer import Tokenizer
 
 TEMPLATE_NAME = "chat_template.jinja"
@@ -35,7 +36,10 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             raise EngineError(f"{self._path}: cannot be read ({error}); run `python -m export` again") from error
         try:
-            self._template = _environment().from_string(source)
+            self._environment = _environment()
+            self._template = self._environment.bounded(source)
+        except SecurityError as error:
+            raise UsageError(f"{self._path}: {error}") from error
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"{self._path}: line {error.lineno} of the chat template: {error.message}") from error
         self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
@@ -49,7 +53,8 @@ class ChatTemplate:
         """
         values = {"tools": None, "documents": None, **self._tokens, **options}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
+            values = {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._environment.text_of(self._template, values)
         except MemoryError:
             raise
         except Exception as error:  # a template is a program: it may fail with anything
@@ -103,8 +108,8 @@ def split_reasoning(text: str, prompt_ends_in_think: bool) -> tuple[str, str]:
     return reasoning.strip("\n"), answer.lstrip("\n")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    made = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
     made.filters["tojson"] = _tojson

@@ -19,7 +19,8 @@ _F32_BYTES = 4
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by part. code: the engines' own constants and kernels. kv_cache: their kind, "f16" or "int8"."""
+    """Bytes by part. code: the engines' own constants and kernels. kv_cache: their kind, "f16" or "int8".
+    context: tokens that these hold."""
 
     weights: int
     kv_caches: int
@@ -28,6 +29,7 @@ class MemoryPlan:
     buffers: int
     code: int
     kv_cache: str
+    context: int
 
     @property
     def total(self) -> int:
@@ -44,13 +46,20 @@ class MemoryPlan:
         )
         return f"{_size(self.total)} ({', '.join(f'{name} {_size(nbytes)}' for name, nbytes in parts)})"
 
+    def largest_context(self, free: int) -> int:
+        """Tokens that KV caches could hold in ``free`` bytes of GPU memory, all else being as it is; 0: none."""
+        left = free - RESERVE_BYTES - (self.total - self.kv_caches)
+        return max(0, left * self.context // self.kv_caches)
+
     def check(self, free: int, total: int) -> None:
         """Raise ResourceError when ``free`` of the GPU's ``total`` bytes are not enough."""
         if self.total + RESERVE_BYTES > free:
-            smaller_cache = "" if self.kv_cache == "int8" else " or --kv-cache int8"
+            fits = self.largest_context(free)
+            smaller = f"build engines with --context {fits} or less" if fits else "use a smaller quantisation"
+            smaller_cache = "" if self.kv_cache == "int8" or not fits else " or with --kv-cache int8"
             raise ResourceError(
-                f"not enough GPU memory: needs {self}, {_size(free)} of {_size(total)} are free; close other programs, "
-                f"build engines with a smaller --context{smaller_cache}, or use a smaller quantisation"
+                f"not enough GPU memory: needs {self}, {_size(free)} of {_size(total)} are free; "
+                f"{smaller}{smaller_cache}, or close other programs"
             )
 
 
@@ -68,6 +77,7 @@ def plan_memory(manifest: EngineManifest, roles: Iterable[str], activations: int
         buffers=buffers,
         code=sum(engine.nbytes for engine in engines),
         kv_cache=manifest.options.kv_cache,
+        context=manifest.options.context,
     )
 
 

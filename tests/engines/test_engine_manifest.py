@@ -73,3 +73,32 @@ def test_unusable_manifests(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(EngineError, match=f"{says}.*engines.build"):
             load_engine_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.gguf", "/etc/passwd", "..", "sub/model.gguf", ""])
+@pytest.mark.parametrize("where", ["engine", "weight"])
+def test_files_stay_in_their_folder(tmp_path: Path, where: str, name: str) -> None:
+    manifest().save(tmp_path)
+    path = tmp_path / ENGINES_NAME
+    raw = json.loads(path.read_text())
+    if where == "engine":
+        raw["engines"]["trunk"]["file"] = name
+    else:
+        raw["weights"] = {
+            "w": {"shape": [4], "pieces": [{"tensor": "t", "file": name, "offset": 0, "nbytes": 4, "at": 0}]}
+        }
+    path.write_text(json.dumps(raw))
+    with pytest.raises(EngineError, match="is not the name of a file in the folder"):
+        load_engine_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(("offset", "nbytes", "at"), [(-1, 4, 0), (0, -1, 0), (0, 4, -1), (0, 4, 1), (0, 5, 0)])
+def test_weights_stay_in_their_memory(tmp_path: Path, offset: int, nbytes: int, at: int) -> None:
+    manifest().save(tmp_path)
+    path = tmp_path / ENGINES_NAME
+    raw = json.loads(path.read_text())
+    piece = {"tensor": "t", "file": "model.gguf", "offset": offset, "nbytes": nbytes, "at": at}
+    raw["weights"] = {"w": {"shape": [4], "pieces": [piece]}}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(EngineError, match="a piece of 'w' lies outside of it"):
+        load_engine_manifest(tmp_path)

@@ -14,7 +14,7 @@ from plugins.load import TensorRT
 from runtime import cuda
 from runtime.controller import AdaptiveDraft
 from runtime.engine_tensorrt import open_engines
-from runtime.memory_plan import plan_memory
+from runtime.memory_plan import RESERVE_BYTES, plan_memory
 from runtime.session import Session, SpecOptions, open_session
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_passes import CONTEXT, MAX_ROWS
@@ -126,9 +126,24 @@ def test_plugin_library_missing(gpu: FakeGpu, folder: Path, monkeypatch: pytest.
 
 def test_too_little_memory_is_said_before_any_is_taken(gpu: FakeGpu, folder: Path) -> None:
     gpu.cuda.free = 1 << 20
-    message = refused(folder, ResourceError, "weights", "KV caches", "recurrent states", "activations", "--context")
-    assert "1.0 MB of 17.18 GB are free" in message and "--kv-cache int8" in message
+    message = refused(folder, ResourceError, "weights", "KV caches", "recurrent states", "activations")
+    assert "1.0 MB of 17.18 GB are free" in message and "smaller quantisation" in message
+    assert "--context" not in message  # none would fit
     assert sum(gpu.cuda.allocated.values()) < 4096
+
+
+def test_the_largest_context_that_fits_is_named(gpu: FakeGpu, folder: Path) -> None:
+    """And it does fit, and one more does not."""
+    plan = plan_memory(load_engine_manifest(folder), ["trunk", "draft"], 0, 0)
+    assert plan.context == CONTEXT
+    for context in (1, CONTEXT // 2, CONTEXT - 1):
+        smaller = replace(plan, kv_caches=plan.kv_caches * context // CONTEXT, context=context)
+        free = smaller.total + RESERVE_BYTES
+        smaller.check(free, 1 << 34)
+        assert plan.largest_context(free) == context
+        assert plan.largest_context(free - 1) == context - 1
+        with pytest.raises(ResourceError, match=f"--context {context} or less or with --kv-cache int8"):
+            plan.check(free, 1 << 34)
 
 
 def test_int8_caches_are_planned_with_their_size(gpu: FakeGpu, folder: Path) -> None:
@@ -145,7 +160,7 @@ def test_int8_caches_are_planned_with_their_size(gpu: FakeGpu, folder: Path) -> 
     assert plans[0].kv_caches == 2 * plans[1].kv_caches > 0
     assert plans[0].total - plans[1].total == plans[1].kv_caches
     with pytest.raises(ResourceError, match="int8 KV caches") as caught:
-        plans[1].check(free=0, total=1 << 30)
+        plans[1].check(free=plans[1].total + RESERVE_BYTES - 1, total=1 << 30)
     assert "--context" in str(caught.value) and "--kv-cache" not in str(caught.value)
 
 
