@@ -37,6 +37,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"the template has {len(source)} characters, at most {MAX_SOURCE_CHARS} are taken")
         tree = self.parse(source)
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
             step = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno))
         return self.from_string(tree)
