@@ -17,7 +17,7 @@ TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
-.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench audit clean
+.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench audit fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -97,6 +97,12 @@ bench: $(VENV)/.installed-test  ## Plain decode against llama.cpp, and drafting 
 audit: $(VENV)/.installed-serve  ## Known weaknesses of the installed dependencies.
 	$(BIN)/python -m pip install --quiet pip-audit
 	$(BIN)/python -m pip_audit --local --skip-editable
+
+FUZZ_SECONDS ?= 600
+fuzz: $(VENV)/.installed-test  ## Damaged model files for FUZZ_SECONDS, with bounds on memory and time.
+	$(BIN)/python -m pip install --quiet atheris
+	mkdir -p build
+	$(BIN)/python -m tests.fuzz.gguf -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=1024 -timeout=10 -artifact_prefix=build/
 
 clean:
 	rm -rf $(VENV) build engines/built *.egg-info
