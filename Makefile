@@ -11,13 +11,14 @@ TENSORRT ?= tensorrt-rtx-cu13
 # int8: half the memory for the context
 KV_CACHE ?= f16
 PYTEST_FLAGS ?=
+BENCH ?=
 ARCHITECTURES ?= 80-real;86-real;89-real;90a-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
 TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
-.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench audit fuzz clean
+.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench bench-peer audit fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -91,7 +92,10 @@ export: setup  ## MODEL=x.gguf -> OUT: ONNX graphs for ONNX Runtime.
 check: setup  ## Is the text with drafting the text without it? How well does the head draft?
 	$(BIN)/python -m runtime.check $(MODEL)
 
-bench: $(VENV)/.installed-test  ## Plain decode against llama.cpp, and drafting against plain, in one run.
+bench: setup  ## Plain decoding and every number of drafts on the same prompts; BENCH: more flags.
+	$(BIN)/python -m runtime.bench $(MODEL) $(BENCH)
+
+bench-peer: $(VENV)/.installed-test  ## Plain decode against llama.cpp, and drafting against plain, in one run.
 	$(BIN)/python -m tests.bench.cpu_vs_llamacpp
 
 audit: $(VENV)/.installed-serve  ## Known weaknesses of the installed dependencies.

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
 from engines.manifest import load_manifest
 from runtime.bench_options import bench_parser, check_options
@@ -42,7 +43,9 @@ _DEVICE_REPEATS = 30
 def main(arguments: list[str] | None = None) -> int:
     options = bench_parser().parse_args(arguments)
     spec = check_options(options)
-    folder = exported_folder(options.model, draft=False, cache_dir=options.cache_dir)
+    folder = exported_folder(
+        options.model, draft=False, cache_dir=options.cache_dir, draft_head=draft_head_options(options)
+    )
     target = load_manifest(folder).target if options.backend == "auto" else options.backend
     gpu = Gpu() if target == "tensorrt" else None
     machine = machine_facts(options.threads)  # before our own load counts

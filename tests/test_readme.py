@@ -29,6 +29,7 @@ RUN = {
     "runtime.check": "--n-prompts 1 -n 8",
     "runtime.inspect": "",
     "runtime.eval": "--per-category 1 -n 4 --temps 0",
+    "runtime.bench": "-n 4 --repeats 1 --depths 0 --prefill 16 --spec-draft-n-max 1",
     "export": "",
 }
 # What `make test` hands down, and what the Makefile takes from the environment.

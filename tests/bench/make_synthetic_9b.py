@@ -15,6 +15,7 @@ Every block is random, valid and on disk, tensor types are llama.cpp's for Q4_K_
     ... OUT --acceptance 0.3 --rewrite-head      change a file: output.weight alone is written
     ... --expect 512 --drafts 3                  what a run of 512 tokens after "x" gives, without writing a model
     ... --expect 512 --table FILE                its tokens as a table for --draft-head-table
+    ... --expect 512 --write-expected FILE       text and right drafts for `python -m runtime.bench --expect`
 
 A trimmed draft head is measured fairly only if it has the rows of the text. By default the text keeps to ids below
 30000 (as real text mostly does), which --draft-head-rows 32768 keeps without any table; with another --text-ids, or
@@ -24,6 +25,7 @@ fewer rows, make the table. Begin with a prompt that ends in a printable ASCII c
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -78,6 +80,13 @@ def write_table(path: Path, text: SyntheticText, counts: np.ndarray) -> None:
     path.write_text("\n".join([table_head(*vocabulary(text.geometry)), *lines]) + "\n", encoding="utf-8")
 
 
+def write_expected(path: Path, text: SyntheticText, last: int, n_tokens: int) -> None:
+    """The text after ``last`` as `runtime.benchmark.expected` reads it."""
+    tokens = text.after(last, n_tokens)
+    right = [int(text.draft[before] == token) for before, token in zip([last, *tokens], tokens, strict=False)]
+    path.write_text(json.dumps({"after": last, "tokens": tokens, "right": right}), encoding="utf-8")
+
+
 def _pieces(place: TensorPlace) -> list[tuple[int, int]]:
     step = max(1, _PIECE_BYTES // place.row_nbytes)
     return [(first, min(first + step, place.rows)) for first in range(0, place.rows, step)]
@@ -101,6 +110,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         if given.table:
             write_table(given.table, text, text.counts(last, given.expect))
+        if given.write_expected:
+            write_expected(given.write_expected, text, last, given.expect)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,6 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-end", default="x", metavar="CHARACTER", help="what the prompt of --expect ends with")
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="write the tokens of --expect, for --draft-head-table"
+    )
+    parser.add_argument(
+        "--write-expected", type=Path, metavar="FILE", help="write text and right drafts of --expect, for runtime.bench"
     )
     return parser
 

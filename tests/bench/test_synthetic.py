@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 from engines.draft_head import DraftHeadOptions
 from export.gguf_file import GGUFFile
 from export.token_frequencies import read_table
+from runtime.benchmark.expected import load_expected
 from tests.bench.make_synthetic_9b import main, write_model, write_table
 from tests.bench.synthetic_text import GEOMETRIES, SyntheticText, vocabulary
 from tests.exported import Exported, export, generate_tokens
@@ -120,7 +121,7 @@ def test_however_the_work_is_shared_out(folder: Path, exported, tmp_path: Path) 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--geometry", "tiny", "--text-ids", str(IDS), "--acceptance", "0.3"]
-    main([*flags, "--expect", "12", "--table", str(tmp_path / "table")])
+    main([*flags, "--expect", "12", "--table", str(tmp_path / "table"), "--write-expected", str(tmp_path / "expected")])
     out, err = capsys.readouterr()
     text = SyntheticText(TINY, 0.3, IDS)
     tokens, _ = vocabulary(TINY)
@@ -128,6 +129,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     run = text.run(ord("x"), 12, 3)
     assert f"{run.verify_steps} steps, accepted {run.draft_n_accepted}/{run.draft_n}" in err
     assert (tmp_path / "table").exists()
+    expected = load_expected(tmp_path / "expected", 12, TINY.vocab)
+    assert (expected.after, list(expected.tokens)) == (ord("x"), run.tokens)
+    assert [
+        text.draft[before] == token for before, token in zip([ord("x"), *run.tokens], run.tokens, strict=False)
+    ] == [*expected.right]
     main([str(tmp_path / "m.gguf"), *flags, "--jobs", "1"])
     assert "acceptance 0.3" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"acceptance 1\.5"):

@@ -37,7 +37,7 @@ CHANGING = {
     "bursts": bursts(0.9, 0.05, 40, 40),
     "rare bursts": bursts(0.8, 0.0, 100, 300),
 }
-# Too quick to follow: fixed drafting comes out ahead.
+# Too quick to follow: drafting at a fixed depth comes out as well.
 RESTLESS = {"every 50 tokens": switching((0.9, 0.0, 0.6, 0.3), 50), "short bursts": bursts(0.9, 0.1, 15, 15)}
 
 
@@ -63,7 +63,7 @@ def test_never_slower_than_plain_and_close_to_the_best(machine: str, n_tokens: i
         assert best >= 0.97, name
     for name, process in RESTLESS.items():
         plain, best = ratios(lambda: AdaptiveDraft(MAX_N, costs.profile(MAX_N)), costs, process, n_tokens)
-        assert plain >= 1.03 and best >= 0.93, name
+        assert plain >= 1.05 and best >= 0.96, name
 
 
 @pytest.mark.parametrize("n_tokens", (200, 1000))
