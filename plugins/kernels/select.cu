@@ -44,9 +44,10 @@ __device__ long long place_of(const int32_t* position, int offset) {
     return static_cast<long long>(__ldcg(position)) + offset + blockIdx.y;
 }
 
-__global__ void __launch_bounds__(kSELECT_THREADS, 4)
-    key_or_count_kernel(const float* logits, int64_t ld, int n, const NextnSampling* sampling, const int32_t* position,
-                        int offset, SelectRow* rows) {
+template <typename Tokens>
+__global__ void __launch_bounds__(kSELECT_THREADS, Tokens::kALL ? 4 : 3)
+    key_or_count_kernel(const float* logits, int64_t ld, int n, Tokens token, const NextnSampling* sampling,
+                        const int32_t* position, int offset, SelectRow* rows) {
     launch_dependents();
     wait_for_predecessor();
     const Settings s = read_settings(sampling, n);
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kSELECT_THREADS, 4)
         count_tokens(mine, n, part, s, peak, row);
         return;
     }
-    const Draw draw(s, peak.best.key, place_of(position, offset));
+    const Draw<Tokens> draw(token, s, peak.best.key, place_of(position, offset));
     const Best best = block_best(best_key(mine, n, part, draw, [](float, int) { return true; }));
     if (threadIdx.x == 0) row->keys[blockIdx.x] = best;
 }
@@ -76,8 +77,9 @@ __device__ bool last_to_arrive(SelectRow* row) {
     return last;
 }
 
+template <typename Tokens>
 __device__ void choose_filtered(const float* logits, int n, const Part& part, const Settings& s, const Bins& bins,
-                                const Peak& peak, const Draw& draw, SelectRow* row, int32_t* token) {
+                                const Peak& peak, const Draw<Tokens>& draw, SelectRow* row, int32_t* chosen) {
     __shared__ Cut cut;
     __shared__ Token list[kLISTED];
     find_cut(bins, s, &cut);
@@ -100,12 +102,13 @@ __device__ void choose_filtered(const float* logits, int n, const Part& part, co
         undecided.load(row);
         winner = resolve(undecided, draw, winner);
     }
-    if (threadIdx.x == 0) *token = winner.id;
+    if (threadIdx.x == 0) *chosen = draw.token(winner.id);
 }
 
-__global__ void __launch_bounds__(kSELECT_THREADS, 4)
-    winner_kernel(const float* logits, int64_t ld, int n, const NextnSampling* sampling, const int32_t* position,
-                  int offset, SelectRow* rows, int32_t* tokens) {
+template <typename Tokens>
+__global__ void __launch_bounds__(kSELECT_THREADS, Tokens::kALL ? 4 : 3)
+    winner_kernel(const float* logits, int64_t ld, int n, Tokens token, const NextnSampling* sampling,
+                  const int32_t* position, int offset, SelectRow* rows, int32_t* tokens) {
     launch_dependents();
     wait_for_predecessor();
     const Settings s = read_settings(sampling, n);
@@ -122,12 +125,24 @@ __global__ void __launch_bounds__(kSELECT_THREADS, 4)
         return;
     }
     if (filtered) {
-        const Draw draw(s, peak.best.key, place_of(position, offset));
+        const Draw<Tokens> draw(token, s, peak.best.key, place_of(position, offset));
         choose_filtered(mine, n, part, s, bins, peak, draw, row, tokens + blockIdx.y);
         return;
     }
     const Best best = s.temperature > 0.0 ? block_best(partial_best(row->keys)) : peak.best;
-    if (threadIdx.x == 0) tokens[blockIdx.y] = best.id;
+    if (threadIdx.x == 0) tokens[blockIdx.y] = token(best.id);
+}
+
+// Launches 2 and 3.
+template <typename Tokens>
+cudaError_t choose(const Launch& l, cudaStream_t stream, const float* logits, int64_t ld, int n, Tokens token,
+                   const NextnSampling* sampling, const int32_t* position, int offset, SelectRow* rows,
+                   int32_t* tokens) {
+    cudaError_t e = launch(l, stream, key_or_count_kernel<Tokens>, logits, ld, n, token, sampling, position, offset,
+                           rows);
+    if (e == cudaSuccess)
+        e = launch(l, stream, winner_kernel<Tokens>, logits, ld, n, token, sampling, position, offset, rows, tokens);
+    return e;
 }
 
 }  // namespace
@@ -135,7 +150,7 @@ __global__ void __launch_bounds__(kSELECT_THREADS, 4)
 
 NEXTN_API size_t nextn_select_workspace(int32_t rows) { return sizeof(nextn::SelectRow) * rows; }
 
-NEXTN_API cudaError_t nextn_select(const float* logits, int64_t ld, int32_t rows, int32_t n,
+NEXTN_API cudaError_t nextn_select(const float* logits, int64_t ld, int32_t rows, int32_t n, const int32_t* ids,
                                    const NextnSampling* sampling, const int32_t* position, int32_t offset,
                                    int32_t* tokens, void* workspace, size_t workspace_bytes, int32_t flags,
                                    cudaStream_t stream) {
@@ -148,9 +163,7 @@ NEXTN_API cudaError_t nextn_select(const float* logits, int64_t ld, int32_t rows
     l.block = dim3(kSELECT_THREADS);
     l.pdl = flags & NEXTN_PDL;
     cudaError_t e = launch(l, stream, largest_logit_kernel, logits, ld, n, sampling, work);
-    if (e == cudaSuccess)
-        e = launch(l, stream, key_or_count_kernel, logits, ld, n, sampling, position, offset, work);
-    if (e == cudaSuccess)
-        e = launch(l, stream, winner_kernel, logits, ld, n, sampling, position, offset, work, tokens);
-    return e;
+    if (e != cudaSuccess) return e;
+    return ids ? choose(l, stream, logits, ld, n, SomeTokens{ids}, sampling, position, offset, work, tokens)
+               : choose(l, stream, logits, ld, n, AllTokens{}, sampling, position, offset, work, tokens);
 }

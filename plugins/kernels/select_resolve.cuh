@@ -84,7 +84,8 @@ __device__ __forceinline__ unsigned long long shares_within_k(const Undecided& u
 }
 
 // `sure`: the best key of the tokens that surely stay; result in every thread.
-__device__ __forceinline__ Best resolve(const Undecided& u, const Draw& draw, Best sure) {
+template <typename Tokens>
+__device__ __forceinline__ Best resolve(const Undecided& u, const Draw<Tokens>& draw, Best sure) {
     __shared__ float logit_of_best;
     const Settings& s = u.settings;
     const bool top_p = s.top_p < 1.0;
@@ -97,9 +98,7 @@ __device__ __forceinline__ Best resolve(const Undecided& u, const Draw& draw, Be
         float logit = 0.0f;
         u.for_each([&](const Token& t) {
             if (!draw.eligible(t.logit) || !stands_before(t, end)) return;
-            const uint4 drawn = draw.words(t.id >> 2);
-            const int lane = t.id & 3;
-            const uint32_t word = lane == 0 ? drawn.x : lane == 1 ? drawn.y : lane == 2 ? drawn.z : drawn.w;
+            const uint32_t word = draw.word_of(t.id);
             if (draw.hopeless(t.logit, word)) return;
             const Best other = better(mine, {draw.key(t.logit, word), t.id, 0});
             if (other.id != mine.id) logit = t.logit;

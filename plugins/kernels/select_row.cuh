@@ -123,13 +123,28 @@ __device__ __forceinline__ void for_each_four(const float* row, int n, Part part
     }
 }
 
+// What the logits of a row stand for: token i is logit i's,
+struct AllTokens {
+    static constexpr bool kALL = true;
+    __device__ __forceinline__ int operator()(int i) const { return i; }
+};
+// or ids[i], ascending.
+struct SomeTokens {
+    static constexpr bool kALL = false;
+    const int32_t* ids;
+    __device__ __forceinline__ int operator()(int i) const { return __ldg(ids + i); }
+};
+
 // Draws the noise of one row's tokens; `place` is where the chosen token will stand.
+template <typename Tokens>
 struct Draw {
+    Tokens token;
     double temperature, peak, least_below;
     uint2 seed, place;
 
-    __device__ Draw(const Settings& s, double top, long long where)
-        : temperature(s.temperature),
+    __device__ Draw(Tokens tokens, const Settings& s, double top, long long where)
+        : token(tokens),
+          temperature(s.temperature),
           peak(top),
           least_below(s.least_below),
           seed(s.seed),
@@ -140,6 +155,11 @@ struct Draw {
         return x > -INFINITY && __dadd_rn(x, -peak) >= least_below;
     }
     __device__ __forceinline__ uint4 words(int b) const { return philox(make_uint4(b, place.x, place.y, 0), seed); }
+    __device__ __forceinline__ uint32_t word_of(int i) const {
+        const int id = token(i), lane = id & 3;
+        const uint4 drawn = words(id >> 2);
+        return lane == 0 ? drawn.x : lane == 1 ? drawn.y : lane == 2 ? drawn.z : drawn.w;
+    }
     __device__ __forceinline__ double key(float x, uint32_t word) const {
         return __dadd_rn(x, __dmul_rn(temperature, gumbel(word)));
     }
@@ -152,21 +172,25 @@ struct Draw {
     }
 };
 
-// The best key among this thread's tokens of which `keep(logit, id)` is true.
-template <typename Keep>
-__device__ __forceinline__ Best best_key(const float* row, int n, const Part& part, const Draw& draw, Keep keep) {
+// The best key among this thread's tokens of which `keep(logit, i)` is true; its id is the logit's index.
+template <typename Tokens, typename Keep>
+__device__ __forceinline__ Best best_key(const float* row, int n, const Part& part, const Draw<Tokens>& draw,
+                                         Keep keep) {
     Best best = {-INFINITY, -1, 0};
     for_each_four(row, n, part, [&](int b, const float (&x)[4]) {
         bool kept[4], any = false;
 #pragma unroll
         for (int i = 0; i < 4; ++i) any |= kept[i] = keep(x[i], 4 * b + i) && draw.eligible(x[i]);
         if (!any) return;
-        const uint4 drawn = draw.words(b);
+        uint4 drawn = {};
+        if (Tokens::kALL) drawn = draw.words(b);  // of other tokens, neighbours share no counter
         const uint32_t word[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (kept[i] && !draw.hopeless(x[i], word[i]))
-                best = better(best, {draw.key(x[i], word[i]), 4 * b + i, 0});
+        for (int i = 0; i < 4; ++i) {
+            if (!kept[i]) continue;
+            const uint32_t mine = Tokens::kALL ? word[i] : draw.word_of(4 * b + i);
+            if (!draw.hopeless(x[i], mine)) best = better(best, {draw.key(x[i], mine), 4 * b + i, 0});
+        }
     });
     return best;
 }

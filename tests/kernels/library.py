@@ -150,7 +150,7 @@ def kernels() -> ctypes.CDLL:
     lib.nextn_layer.argtypes = (POINTER(DecoderLayer), c_void_p)
     lib.nextn_select_workspace.restype = c_size_t
     lib.nextn_select.argtypes = (
-        *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
+        *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
         *(c_void_p, c_void_p, c_size_t, c_int32, c_void_p),
     )
     lib.nextn_read.argtypes = (c_void_p, c_size_t, c_void_p, c_void_p)

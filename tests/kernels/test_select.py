@@ -36,7 +36,9 @@ class Selection:
     logits: F32
     pad: int = 0
     offset: int = 0
+    ids: NDArray[np.int32] | None = None
     made: list[lib.DeviceArray] = field(init=False)
+    device_ids: lib.DeviceArray | None = field(init=False)
 
     def __post_init__(self) -> None:
         rows, n = self.logits.shape
@@ -49,6 +51,7 @@ class Selection:
             lib.DeviceArray(rows, np.int32),
             lib.DeviceArray(lib.kernels().nextn_select_workspace(rows), np.uint8),
         ]
+        self.device_ids = None if self.ids is None else lib.put(self.ids)
 
     def write(self, position: int, params: SamplingParams) -> None:
         for array, values in zip(self.made[1:3], (settings_of(params), np.array([position], np.int32)), strict=True):
@@ -59,7 +62,16 @@ class Selection:
         rows, n = self.logits.shape
         logits, settings, position, tokens, work = self.made
         status: int = lib.kernels().nextn_select(
-            *(logits.ptr, n + self.pad, rows, n, settings.ptr, position.ptr, self.offset),
+            *(
+                logits.ptr,
+                n + self.pad,
+                rows,
+                n,
+                self.device_ids and self.device_ids.ptr,
+                settings.ptr,
+                position.ptr,
+                self.offset,
+            ),
             *(tokens.ptr, work.ptr, work.bytes, flags, stream or None),
         )
         return status
@@ -175,6 +187,22 @@ def test_any_settings(rng: np.random.Generator) -> None:
         assert_host_agrees(logits, int(rng.integers(0, 2**30)), params)
 
 
+@pytest.mark.parametrize("kind", ["usual", "ties", "equal", "masked"])
+@pytest.mark.parametrize("given", [{"temperature": 0.0}, {}, {"min_p": 0.05}, *FILTERS], ids=str)
+def test_logits_of_some_tokens(rng: np.random.Generator, kind: str, given: dict[str, Any]) -> None:
+    """As the host chooses from a row of all tokens in which the others are masked: by true ids, ties and noise too."""
+    for n, vocab in ((1, 3), (7, 8), (500, 4096), (5003, 40_000), (65_536, VOCAB)):
+        ids = np.sort(rng.choice(vocab, n, replace=False)).astype(np.int32)
+        logits = rows_of(rng, kind, 3, n)
+        whole = np.full((3, vocab), -np.inf, np.float32)
+        whole[:, ids] = logits
+        params = SamplingParams(**{"temperature": 0.9, "seed": int(rng.integers(0, 2**63)), **given})
+        selection = Selection(logits, pad=n % 3, ids=ids)
+        selection.write(31, params)
+        assert selection.launch() == 0
+        assert selection.tokens() == choose(whole, 31 + np.arange(3), params).tolist(), (n, params)
+
+
 def test_a_row_does_not_depend_on_the_others(rng: np.random.Generator) -> None:
     logits = rows_of(rng, "usual", 8, 30_001)
     for given in ({}, {"top_k": 40}, {"top_k": 40, "top_p": 0.9}, {"top_p": 0.97}):
@@ -217,7 +245,7 @@ def test_no_token_from_numbers_that_are_none(
 )
 def test_refuses_what_it_cannot_do(change: dict[str, int]) -> None:
     given = {"rows": 1, "n": 8, "ld": 8, "bytes": 1 << 30, **change}
-    args = (256, given["ld"], given["rows"], given["n"], 256, 256, 0, 256, 256, given["bytes"], 0, None)
+    args = (256, given["ld"], given["rows"], given["n"], None, 256, 256, 0, 256, 256, given["bytes"], 0, None)
     assert lib.kernels().nextn_select(*args) == lib.INVALID_VALUE
 
 
