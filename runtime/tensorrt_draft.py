@@ -31,6 +31,7 @@ class TensorrtDraft:
         self._row_nbytes = row_nbytes
         self._tokens = tokens
         self._logits = DeviceBuffer(tokens.count * _F32_BYTES)
+        self._ids = None if tokens.ids is None else shared.stream.upload(tokens.ids)
         # A step reads the last row that the step before wrote, so they take turns.
         self._hidden_out = [DeviceBuffer(self.prefill_chunk * row_nbytes), DeviceBuffer(row_nbytes)]
         taken = DeviceBuffer(self._num_rows * row_nbytes)
@@ -57,8 +58,7 @@ class TensorrtDraft:
     def start(self, sampler: Sampler) -> None:
         self._sampler, self._position, self._num_logits = sampler, 0, 0
         params = device_params(sampler)
-        # The choice on the device takes a logit's index for its token.
-        self._on_device = params is not None and self._tokens.ids is None
+        self._on_device = params is not None
         if params is not None:
             self._shared.control.draft_sampling[:] = np.frombuffer(sampling_bytes(params), np.uint8)
 
@@ -166,11 +166,14 @@ class TensorrtDraft:
         """Queue n chained steps, the first over ``count`` rows; draft i becomes token i of the verify pass."""
         assert 1 <= n <= MAX_STEPS, n
         control, tokens = self._shared.control, self._shared.control.at("draft_tokens")
+        ids = self._ids.address if self._ids else 0
         for step in range(n):
             hidden = self._step(step, count, tokens, hidden)
             tokens = control.at_token(step + 1)
             sampling, position = control.at("draft_sampling"), control.at_draft_position(step)
-            self._shared.choice.enqueue(self._logits.address, 1, self._tokens.count, sampling, position, count, tokens)
+            self._shared.choice.enqueue(
+                self._logits.address, 1, self._tokens.count, sampling, position, count, tokens, ids
+            )
             count = 1
 
     def _step(self, step: int, count: int, tokens: int, hidden: int) -> int:

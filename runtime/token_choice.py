@@ -59,7 +59,7 @@ class TokenChoice:
             raise EngineError(f"{path}: the kernel library does not load ({error}); build it again") from error
         self._workspace_size.restype = c_size_t
         self._select.argtypes = (
-            *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
+            *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
             *(c_void_p, c_void_p, c_size_t, c_int32, c_void_p),
         )
         self._stream = stream
@@ -67,23 +67,21 @@ class TokenChoice:
         self._check_gpu(path, device)
 
     def enqueue(
-        self, logits: int, rows: int, vocab: int, sampling: int, position: int, offset: int, tokens: int
+        self, logits: int, rows: int, count: int, sampling: int, position: int, offset: int, tokens: int, ids: int = 0
     ) -> None:
         """Choose for each of ``rows`` rows; row i's token will stand at place *position + offset + i.
 
-        All but the numbers are device addresses: logits [rows, vocab] f32, sampling (`sampling_bytes`), position i32,
-        tokens [rows] i32."""
-        check_launch(
-            self._launch(logits, rows, vocab, sampling, position, offset, tokens), "token choice could not be started"
-        )
+        All but the numbers are device addresses: logits [rows, count] f32, sampling (`sampling_bytes`), position i32,
+        tokens [rows] i32, ids [count] i32: the tokens that the logits stand for, ascending (0: token i has logit i)."""
+        status = self._launch(logits, rows, count, ids, sampling, position, offset, tokens)
+        check_launch(status, "token choice could not be started")
 
-    def _launch(
-        self, logits: int, rows: int, vocab: int, sampling: int, position: int, offset: int, tokens: int
-    ) -> int:
+    def _launch(self, logits: int, rows: int, count: int, ids: int, *places: int) -> int:
+        """places: as `enqueue` has them, from ``sampling`` to ``tokens``."""
         work = self._workspace
         status: int = self._select(
-            *(logits, vocab, rows, vocab, sampling, position, offset),
-            *(tokens, work.address, work.nbytes, _PDL, self._stream.handle),
+            *(logits, count, rows, count, ids or None, *places),
+            *(work.address, work.nbytes, _PDL, self._stream.handle),
         )
         return status
 
@@ -92,7 +90,7 @@ class TokenChoice:
         trial = DeviceBuffer(256)
         self._stream.clear(trial.address, trial.nbytes)
         at = trial.address
-        status = self._launch(at, 1, 1, at + 64, at + 128, 0, at + 192)
+        status = self._launch(at, 1, 1, 0, at + 64, at + 128, 0, at + 192)
         if has_no_kernel(status):
             major, minor = device.compute_capability
             raise EngineError(

@@ -185,7 +185,7 @@ class FakeKernels:
         return self.status
 
     def _select(self, logits: int, ld: int, rows: int, n: int, *rest: Any) -> int:
-        sampling, position, offset, tokens, work, work_nbytes, _, stream = rest
+        ids, sampling, position, offset, tokens, work, work_nbytes, _, stream = rest
         assert work and work_nbytes >= 64 * rows and ld == n
 
         def work_on() -> None:
@@ -193,7 +193,9 @@ class FakeKernels:
             min_p = 0.0 if given["least_below"] == -math.inf else math.exp(given["least_below"])
             numbers = float(given["temperature"]), int(given["top_k"]), float(given["top_p"])
             params = SamplingParams(*numbers, min_p, int(given["seed"]))
-            values = array(logits, (rows, n), np.float32).copy()
+            tokens_of = np.arange(n) if ids is None else array(ids, (n,), np.int32)
+            values = np.full((rows, tokens_of[-1] + 1), -np.inf, np.float32)
+            values[:, tokens_of] = array(logits, (rows, n), np.float32)
             places = int(array(position, (1,), np.int32)[0]) + offset + np.arange(rows)
             for row in range(rows):
                 try:
