@@ -132,7 +132,7 @@ struct AllTokens {
 struct SomeTokens {
     static constexpr bool kALL = false;
     const int32_t* ids;
-    __device__ __forceinline__ int operator()(int i) const { return __ldg(ids + i); }
+    __device__ __forceinline__ int operator()(int i) const { return i < 0 ? i : __ldg(ids + i); }  // kNEXTN_NO_TOKEN
 };
 
 // Draws the noise of one row's tokens; `place` is where the chosen token will stand.
