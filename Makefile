@@ -43,7 +43,7 @@ serve: $(VENV)/.installed-serve  ## A server for OpenAI's clients; MODEL: the ti
 	$(BIN)/python -m runtime.serve $(MODEL)
 
 test: $(VENV)/.installed-test  ## All tests that need no GPU.
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_FLAGS)
 
 $(VENV)/.installed-tensorrt: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[tensorrt]' '$(TENSORRT)'
