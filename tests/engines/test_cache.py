@@ -54,12 +54,12 @@ def leftover(node: str, pid: int) -> str:
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (CACHE_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", "/home/me")
-    assert default_cache_dir() == Path("/home/me/.cache/nextn-trt")
+    monkeypatch.setenv("HOME", "/a-home")
+    assert default_cache_dir() == Path("/a-home/.cache/nextn-trt")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert default_cache_dir() == Path("/caches/nextn-trt")
     monkeypatch.setenv(CACHE_VARIABLE, "~/models")
-    assert default_cache_dir() == Path("/home/me/models")
+    assert default_cache_dir() == Path("/a-home/models")
 
 
 def test_an_export_is_listed_and_kept(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
