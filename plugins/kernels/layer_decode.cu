@@ -7,16 +7,6 @@ namespace {
 // A block gets 640 x 96 registers, given out to groups of four warps: the producer has a group of its own and passes most
 // of its share on (24 + 4 x 112 <= 5 x 96).
 constexpr int kPRODUCERS = 128;
-__device__ __forceinline__ void give_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-#endif
-}
-__device__ __forceinline__ void take_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-#endif
-}
 
 constexpr int kMAX_SUPERS = kWARPS, kMAX_DOWN_CHUNKS = 4;
 
@@ -80,14 +70,14 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
     }
     __syncthreads();
     if (warp >= kWARPS) {
-        give_registers();
+        fewer_registers<24>();
         if (warp == kWARPS) {
             mbarrier_wait(&s.go, 0);  // what the consumers need first would queue up behind the weights
             produce(p, s, ring, lane);
         }
         return;
     }
-    take_registers();
+    more_registers<112>();
     trace(p, 0);
     wait_for_predecessor();
     trace(p, 1);
@@ -104,7 +94,7 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
         c.multiply(p.phase[k]);
         trace(p, 3 + 3 * k);
         if (k == p.last) break;
-        if (k == kINPUT) delta.keep_window();
+        if (k == kINPUT) delta.await_window();
         grid.arrive();
         if (k == kINPUT) delta.request_state();
         grid.wait();

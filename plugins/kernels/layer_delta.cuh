@@ -77,7 +77,7 @@ struct DeltaBlock {
         if (slot >= 0 && i < kGDN_DIM)
             prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + i) * kGDN_DIM + column0);
     }
-    __device__ __forceinline__ void keep_window() { cp_async_wait<0>(); }
+    __device__ __forceinline__ void await_window() { cp_async_wait<0>(); }
     __device__ __forceinline__ void request_state() {
         if (!active) return;
         const float* from = state_at(max(slot, 0));

@@ -66,6 +66,20 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
+// Registers of a group of four warps, all of which must call it; nothing where the target has no such instruction.
+template <int REGISTERS>
+__device__ __forceinline__ void fewer_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+template <int REGISTERS>
+__device__ __forceinline__ void more_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+#endif
+}
+
 // Shared-memory barriers of the weight ring.
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(count) : "memory");
