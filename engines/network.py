@@ -26,6 +26,7 @@ _DTYPES: dict[int, str] = {
     TensorProto.INT8: "int8",
 }
 Progress = Callable[[str, float], None]
+Places = Sequence[tuple[str, int, int]]
 
 
 def load_graph(path: Path) -> onnx.ModelProto:
@@ -114,13 +115,7 @@ def _build(
     log: Messages,
     layers: list[str] | None,
 ) -> tuple[int, str]:
-    builder = trt.Builder(logger())
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, logger())
-    name = f"{tensorrt().name} {tensorrt().version}"
-    if not _import(parser, model, model_path, weights):
-        errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-        raise EngineError(f"{model_path}: {name} cannot import it: {errors or log.first_error}")
+    builder, network, _ = _imported(model, model_path, weights.places, log)
     guard = _Guard()
     config = _config(builder, network, profiles)
     monitor = _monitor(progress, guard)
@@ -130,18 +125,43 @@ def _build(
         done = _serialize(builder, network, config, output, guard)
         guard.check(engine_path)
     if not done:
-        raise EngineError(f"{model_path}: {name} builds no engine: {log.first_error}")
+        raise EngineError(f"{model_path}: {_api_name()} builds no engine: {log.first_error}")
     if layers is not None:
         layers.extend(log.layers)
     return output.nbytes, output.digest.hexdigest()
 
 
-def _import(parser: Any, model: onnx.ModelProto, model_path: Path, weights: MappedWeights) -> bool:
+def import_network(model: onnx.ModelProto, model_path: Path, places: Places) -> tuple[Any, Any, Any]:
+    """Builder, network and parser of ``model``, for tools that build themselves. The plugins must be loaded.
+
+    places: name, address and bytes of every weight in external data, which must stay until the engine is built.
+    Raises EngineError."""
+    if not tensorrt().imports_by_name:
+        model = to_rtx16(model)
+    with messages() as log:
+        return _imported(model, model_path, places, log)
+
+
+def _imported(model: onnx.ModelProto, model_path: Path, places: Places, log: Messages) -> tuple[Any, Any, Any]:
+    builder = trt.Builder(logger())
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger())
+    if not _import(parser, model, model_path, places):
+        errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+        raise EngineError(f"{model_path}: {_api_name()} cannot import it: {errors or log.first_error}")
+    return builder, network, parser
+
+
+def _api_name() -> str:
+    return f"{tensorrt().name} {tensorrt().version}"
+
+
+def _import(parser: Any, model: onnx.ModelProto, model_path: Path, places: Places) -> bool:
     """Whether the parser took the model, its weights being ours; full TensorRT before 10.13 maps them itself."""
     if not hasattr(parser, "load_initializer"):
         return bool(parser.parse(model.SerializeToString(), str(model_path)))
     loaded = parser.load_model_proto(model.SerializeToString(), str(model_path))
-    loaded = loaded and all(parser.load_initializer(*place) for place in weights.places)
+    loaded = loaded and all(parser.load_initializer(*place) for place in places)
     return bool(loaded and parser.parse_model_proto())
 
 

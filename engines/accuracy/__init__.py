@@ -1,0 +1,1 @@
+"""The parts of `python -m engines.accuracy`. They need the package `polygraphy`."""

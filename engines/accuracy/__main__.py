@@ -1,0 +1,184 @@
+"""`python -m engines.accuracy MODEL.gguf -o DIR`: the TensorRT form against the canonical graph, place by place.
+
+Both run the same passes over real tokens from real state, through Polygraphy: the canonical graph on ONNX Runtime, the
+other on TensorRT or, without a GPU, by what each op means. Exit codes: 0 all within the tolerances, 1 not, others as
+`engines.build`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import NextnError, ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from engines.accuracy.compare import Comparison
+
+EXIT_FAILED = 1
+FORMAT = 1
+_PROMPT_N, _MAX_DRAFT = 48, 3
+_MOST_PROMPT, _MOST_DRAFT = 4096, 7
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        return _run(given)
+    except NextnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(given: argparse.Namespace) -> int:
+    if importlib.util.find_spec("polygraphy") is None:
+        raise UsageError("Polygraphy is not installed; pip install 'nextn-trt[accuracy]'")
+    from engines.accuracy.commands import commands, use_rtx_switch
+
+    use_rtx_switch()
+    from engines.accuracy import compare
+    from engines.accuracy.plan import load_plan
+    from engines.accuracy.scripts import print_measures
+    from engines.accuracy.tolerances import tolerance_for
+
+    folder = _folder(given)
+    plan, manifest = load_plan(folder)
+    backend, why = _backend(given.backend)
+    print(f"{manifest.model_name}: {backend} against ONNX Runtime, {plan.lowering}, {plan.kv_cache} KV cache{why}")
+    if given.prepare_only:
+        print("\n".join(commands(folder, plan, manifest)))
+        return 0
+    done: list[Comparison] = []
+    for each in compare.compare(folder, backend, reference=given.model.suffix == ".gguf" or given.again):
+        done.append(each)
+        if given.all or not each.ok:
+            print_measures(each.measures, f"{each.role} {each.tokens}")
+    print(_summary(done))
+    report = _report(done, backend, asdict(plan), asdict(tolerance_for(backend, plan)))
+    if given.json:
+        _write(given.json, json.dumps({"model": manifest.model_name, **report}, indent=1) + "\n")
+    if given.commands:
+        print("\n".join(commands(folder, plan, manifest)))
+    return 0 if report["passed"] else EXIT_FAILED
+
+
+def _folder(given: argparse.Namespace) -> Path:
+    """The prepared folder: made from a .gguf, or given as it is."""
+    from engines.accuracy.compare import prepare
+    from engines.accuracy.inputs import DEFAULT_TEXT
+    from engines.accuracy.plan import Plan
+
+    model: Path = given.model
+    if model.is_dir():
+        if given.output is not None or given.export is not None:
+            raise UsageError(f"{model}: is prepared already; leave -o and --export out")
+        return model
+    if given.output is None:
+        raise UsageError("-o DIR: say where the two exports may go; about twice the model's size")
+    for flag, value, most in (("--tokens", given.tokens, _MOST_PROMPT), ("--max-draft", given.max_draft, _MOST_DRAFT)):
+        if not 1 <= value <= most:
+            raise UsageError(f"{flag} {value}: wanted 1 to {most}")
+    if given.tokens <= given.max_draft + 1:
+        raise UsageError(f"--tokens {given.tokens}: wanted more than --max-draft + 1, for a pass of the long kind")
+    try:
+        text = given.text.read_text(encoding="utf-8") if given.text else DEFAULT_TEXT
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {given.text}: cannot be read as UTF-8 ({error})") from None
+    plan = Plan(given.tokens, given.max_draft + 1, given.lowering, given.kv_cache)
+    prepare(model, given.output, plan, text, given.export)
+    return Path(given.output)
+
+
+def _backend(wanted: str) -> tuple[str, str]:
+    """What runs the TensorRT form, and why if that was not asked for."""
+    from engines.accuracy.commands import gpu_missing
+
+    if wanted != "auto":
+        return wanted, ""
+    missing = gpu_missing()
+    return ("oracle", f" ({missing}: each op by its meaning)") if missing else ("tensorrt", "")
+
+
+def _summary(done: list[Comparison]) -> str:
+    from engines.accuracy.suspects import first_bad, suspect
+
+    lines = []
+    for each in done:
+        worst = max(each.measures, key=lambda measure: measure.nmse if measure.nmse == measure.nmse else float("inf"))
+        logits = next(measure for measure in each.measures if measure.name == "logits")
+        line = (
+            f"{each.role:<6} {each.tokens:>4} tokens: {len(each.measures)} places, worst NMSE {worst.nmse:.1e} at "
+            f"{worst.name.split('+')[0]}; logits: max error {logits.max_abs:.1e}, KL {logits.kl_mean:.1e}, "
+            f"top-1 {logits.top1:.3f}"
+        )
+        lines.append(line)
+    bad = next((each for each in done if not each.ok), None)
+    if bad is None:
+        return "\n".join([*lines, "passed"])
+    first = first_bad(bad.measures)
+    assert first is not None
+    where = f"{first.name} ({bad.role}, {bad.tokens} tokens)"
+    return "\n".join([*lines, f"FAILED: first off at {where}; suspect {suspect(bad.measures)}"])
+
+
+def _report(done: list[Comparison], backend: str, plan: dict[str, Any], tolerance: dict[str, Any]) -> dict[str, Any]:
+    from engines.accuracy.suspects import first_bad, suspect
+
+    bad = next((each for each in done if not each.ok), None)
+    first = first_bad(bad.measures) if bad else None
+    return {
+        "format": FORMAT,
+        "passed": bad is None,
+        "backend": backend,
+        "plan": plan,
+        "tolerance": tolerance,
+        "first_off": first.name if first else None,
+        "suspect": suspect(bad.measures) if bad else None,
+        "passes": [
+            {"role": each.role, "tokens": each.tokens, "places": [measure.as_dict() for measure in each.measures]}
+            for each in done
+        ],
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engines.accuracy", description="Compare the two forms of a model.")
+    parser.add_argument("model", type=Path, metavar="MODEL.gguf|DIR", help="a model, or a folder that was prepared")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to prepare: exports, inputs, scripts")
+    parser.add_argument(
+        "--export", type=Path, metavar="DIR", help="check this export for TensorRT, not a fresh one (needs MODEL.gguf)"
+    )
+    parser.add_argument("--backend", choices=("auto", "tensorrt", "oracle"), default="auto", help="(default: auto)")
+    parser.add_argument(
+        "--lowering",
+        choices=("ops", "layers"),
+        default="ops",
+        help="after which nodes: every op (default), or every layer, as engines are built",
+    )
+    parser.add_argument("--kv-cache", choices=("f16", "int8"), default="f16", help="(default: f16)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8, whose tokens are run (default: a short one)")
+    parser.add_argument("--tokens", type=int, default=_PROMPT_N, metavar="N", help="of the long pass (%(default)s)")
+    parser.add_argument("--max-draft", type=int, default=_MAX_DRAFT, metavar="N", help="of the verify pass")
+    parser.add_argument("--all", action="store_true", help="print every place of every pass, not only of failed ones")
+    parser.add_argument("--again", action="store_true", help="with a prepared DIR: run ONNX Runtime again too")
+    parser.add_argument("--prepare-only", action="store_true", help="for another machine: run nothing")
+    parser.add_argument("--commands", action="store_true", help="print the same as commands of Polygraphy's own")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""A model's two forms made ready, run by Polygraphy, and compared place by place."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polygraphy.backend.onnxrt import OnnxrtRunner
+from polygraphy.comparator import Comparator, RunResults
+from polygraphy.logger import G_LOGGER
+
+from engines.accuracy.graphs import EngineGraph, engine_graph, write_marked_reference
+from engines.accuracy.inputs import load_feeds, make_feeds, save_feeds, session
+from engines.accuracy.measures import Measure
+from engines.accuracy.plan import CANONICAL, LOWERED, Plan, load_plan, roles_of
+from engines.accuracy.runner import SemanticsRunner
+from engines.accuracy.scripts import compare_results, load_network, profile_shapes, write_script
+from engines.accuracy.tolerances import ORACLE_RUNNER
+from engines.engine_manifest import Profile
+from engines.errors import EngineError, UsageError
+from engines.manifest import load_manifest
+from export.exporter import export_model
+from plugins.load import tensorrt
+
+REFERENCE = "onnxruntime"
+TENSORRT, ORACLE = "tensorrt", ORACLE_RUNNER
+BACKENDS = (TENSORRT, ORACLE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pass of one role."""
+
+    role: str
+    index: int
+    tokens: int
+    measures: list[Measure]
+
+    @property
+    def ok(self) -> bool:
+        return all(each.ok for each in self.measures)
+
+
+def prepare(model: Path, folder: Path, plan: Plan, text: str, export: Path | None = None) -> None:
+    """Fill ``folder`` (see `plan`). export: an exported folder for TensorRT to check, instead of a fresh one.
+
+    Raises ModelFileError, UsageError, EngineError, ResourceError."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
+        raise UsageError(f"{folder}: holds something else; choose another -o")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").unlink(missing_ok=True)
+    manifest = export_model(model, folder / CANONICAL)
+    if export is None:
+        export_model(model, folder / LOWERED, target="tensorrt")
+    else:
+        _take(export, folder / LOWERED)
+    feeds = make_feeds(folder, plan, manifest, text)
+    lowered = load_manifest(folder / LOWERED)
+    for role in roles_of(lowered):
+        if role not in feeds:
+            raise UsageError(f"{export}: has a draft head, {model} has none; give the model that it was exported from")
+        write_marked_reference(folder, role, engine_graph(folder, role, plan, lowered).model)
+        save_feeds(folder / f"{role}.npz", feeds[role])
+        write_script(folder, role)
+    plan.save(folder)
+
+
+def _take(export: Path, target: Path) -> None:
+    """An export under another name, its files linked."""
+    manifest = load_manifest(export)
+    if manifest.target != "tensorrt":
+        raise UsageError(f"{export}: exported for {manifest.target}; give one made with --target tensorrt")
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for role in manifest.files:
+        path = manifest.file(export, role)
+        (target / path.name).symlink_to(path.resolve())
+    manifest.save(target)
+
+
+def compare(folder: Path, backend: str, reference: bool = True) -> Iterator[Comparison]:
+    """Run both sides of a prepared folder, role by role. reference False: its outputs are read, not made anew."""
+    plan, manifest = load_plan(folder)
+    with _quiet():
+        for role in roles_of(manifest):
+            feeds, outputs = load_feeds(folder / f"{role}.npz"), folder / f"{role}.{REFERENCE}.json"
+            if reference:
+                canonical = OnnxrtRunner(session(folder / CANONICAL / f"{role}.marked.onnx"), REFERENCE)
+                Comparator.run([canonical], feeds, save_outputs_path=str(outputs))
+            ours = _runner(engine_graph(folder, role, plan, manifest), backend, folder, role, plan)
+            results = RunResults.load(str(outputs))
+            results.extend(Comparator.run([ours], feeds, save_outputs_path=str(folder / f"{role}.{backend}.json")))
+            found: list[list[Measure]] = []
+
+            def judge(first: Any, second: Any, found: list[list[Measure]] = found) -> dict[str, bool]:
+                found.append(compare_results(first, second, plan, manifest))
+                return {each.name: each.ok for each in found[-1]}
+
+            Comparator.compare_accuracy(results, compare_func=judge)
+            for index, (feed, measures) in enumerate(zip(feeds, found, strict=True)):
+                yield Comparison(role, index, len(feed["tokens"]), measures)
+
+
+def _runner(graph: EngineGraph, backend: str, folder: Path, role: str, plan: Plan) -> Any:
+    if backend == ORACLE:
+        return SemanticsRunner(graph, ORACLE)
+    from polygraphy.backend.trt import EngineFromNetwork, TrtRunner
+
+    return TrtRunner(EngineFromNetwork(lambda: load_network(graph, folder / LOWERED / role), build_config(graph, plan)))
+
+
+def build_config(graph: EngineGraph, plan: Plan) -> Any:
+    """Polygraphy's configuration: one profile over all passes, state in place."""
+    from polygraphy.backend.trt import CreateConfig
+    from polygraphy.backend.trt import Profile as Shapes
+
+    shapes = Shapes()
+    for name, (low, high) in profile_shapes(graph, limits(plan)).items():
+        shapes.add(name, low, high, high)
+    feature = tensorrt().module.PreviewFeature.ALIASED_PLUGIN_IO_10_03
+    return CreateConfig(profiles=[shapes], preview_features=[feature])
+
+
+def limits(plan: Plan) -> Profile:
+    return Profile("all", plan.prompt_n, plan.prompt_n)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Polygraphy's own log at its errors; what it raises is told by us."""
+    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        yield
+
+
+def failure(error: Exception) -> EngineError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return EngineError(f"Polygraphy: {lines[0] if lines else type(error).__name__}")
