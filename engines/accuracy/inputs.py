@@ -1,7 +1,7 @@
 """Inputs of the passes that are compared: real tokens, and the state that the reference left after those before.
 
 Three passes: a long one from nothing, one of a verify pass's rows, one of a single row. A feed holds the inputs of both
-graphs; Polygraphy gives each runner its own. Slots that a pass must not read hold another state.
+graphs; Polygraphy gives each runner its own. Slots that a pass must not read hold stray numbers.
 """
 
 from __future__ import annotations
@@ -119,10 +119,8 @@ class _Feeds:
 
     def _pool(self, state: np.ndarray, window: np.ndarray, slot: int) -> np.ndarray:
         slots = self._plan.max_rows
-        states, windows = (np.repeat(-part, slots, axis=0) for part in (state, window))
-        if slot < 0:  # from zeros, whatever the slots hold
-            states[:], windows[:] = _STRAY, _STRAY
-        else:
+        states, windows = (np.full((slots, *part.shape[1:]), _STRAY, np.float32) for part in (state, window))
+        if slot >= 0:  # else from zeros, whatever the slots hold
             states[slot], windows[slot] = state[0], window[0]
         return np.concatenate([states.ravel(), windows.ravel()])
 

@@ -236,6 +236,31 @@ class LlamaCpp:
                 self.forget(self.head, position)
         return tokens[:n], accepted
 
+    def follow(self, text: Sequence[int], n_drafts: int) -> tuple[F32, list[int]]:
+        """Logits [T, V] over a text from passes of its next token and ``n_drafts`` drafts, of which those stay that are
+        the text's; and how many did, round by round. Needs max_drafts >= n_drafts."""
+        self.clear()
+        logits: list[F32] = []
+        accepted: list[int] = []
+        position, pending = 0, np.zeros((1, self.hidden_size), np.float32)
+        while position < len(text):
+            drafts = self._draft(text[position], position, pending, n_drafts)
+            self.forget(self.head, position)
+            block = [text[position], *drafts]
+            got, hidden = self.step(self.trunk, block, position)
+            self.step(self.head, block, position, np.concatenate([pending, _rows(hidden)[:-1]]))
+            count = 0
+            while count < n_drafts and position + count + 1 < len(text) and drafts[count] == text[position + count + 1]:
+                count += 1
+            logits.append(got[: count + 1])
+            accepted.append(count)
+            position += count + 1
+            pending = _rows(hidden)[count : count + 1]
+            if count < n_drafts:
+                self.forget(self.trunk, position)
+                self.forget(self.head, position)
+        return np.concatenate(logits), accepted
+
     def tokenize(self, text: str) -> list[int]:
         """Token ids, special tokens recognised, nothing put in front."""
         raw = text.encode()
