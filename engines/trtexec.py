@@ -31,8 +31,8 @@ def commands(folder: Path, position: int, library: Path | None = None) -> list[s
     manifest = load_engine_manifest(folder)
     if not manifest.options.embed_weights:
         raise EngineError(
-            f"{folder}: its engines take the weights as inputs, which the tool would fill with random bytes; build others "
-            "with `python -m engines.build MODEL.gguf -o OTHER --embed-weights`"
+            f"{folder}: its engines take the weights as inputs, which the tool would fill with random bytes; "
+            "build others with `python -m engines.build MODEL.gguf -o OTHER --embed-weights`"
         )
     library = find_library(library)
     lines = []

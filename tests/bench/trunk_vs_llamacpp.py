@@ -94,7 +94,7 @@ def ours(model: Path, folder: Path, corpus: list[list[int]], n_drafts: int) -> T
 def _drafting(
     trunk: OnnxTrunkEngine, head: OnnxDraftEngine, text: list[int], n_drafts: int
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """Logits [T, V] over a text from verify passes: its next token and drafts, of which those stay that are the text."""
+    """Logits [T, V] over a text from verify passes: the next token and drafts, of which those stay that are its."""
     trunk.start(greedy)
     head.start(greedy)
     logits, drafted, accepted, position = [], 0, 0, 0
@@ -166,8 +166,8 @@ def judge(ours: Trunks, peer: Trunks, first_positions: list[int], as_is: bool) -
     rates = {name: each.accepted / max(each.drafted, 1) for name, each in (("ours", ours), ("llama.cpp", peer))}
     if not as_is and abs(rates["ours"] - rates["llama.cpp"]) > ACCEPTANCE_MAX_ABS:
         failures.append(
-            f"drafts that are the text's tokens: ours {rates['ours']:.3f}, llama.cpp's {rates['llama.cpp']:.3f}; suspect "
-            "the head (order of eh_proj's halves, its norms), not the trunk"
+            f"drafts that are the text's tokens: ours {rates['ours']:.3f}, llama.cpp's {rates['llama.cpp']:.3f}; "
+            "suspect the head (order of eh_proj's halves, its norms), not the trunk"
         )
     unchanged = all(compared[name].same_bits for name in ("ours, head loaded / bare", "ours, drafting / bare"))
     return {
