@@ -2,9 +2,11 @@
 
 SPEC_AGREE compares, token by token, texts generated with drafts and in a reference run that drafts nothing. A broken
 draft head does not show there, since every draft is verified, so the head is measured too: DRAFT_TOP1 (its best guess
-after true rows is the trunk's), KL(trunk || draft), and the acceptance rate by place.
+after true rows is the trunk's), KL(trunk || draft), and the acceptance rate by place. The state that a verify pass
+leaves, whatever part of it is kept, must be that of one-token passes to the bit; one that is not is named.
 
-Exit codes: 0 passed, 1 failed (SPEC_AGREE below 1, or acceptance below --min-acceptance), others as runtime.generate.
+Exit codes: 0 passed, 1 failed (SPEC_AGREE below 1, another state, or acceptance below --min-acceptance), others as
+runtime.generate.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from engines.draft_head import draft_head_options
@@ -21,6 +24,7 @@ from runtime.command_line import Parser, add_model_arguments, run_command
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
+from runtime.state_probe import probed, state_faults
 
 EXIT_FAILED = 1
 # A head of the model's own accepts far more; below it something is wrong even where no floor was asked for.
@@ -49,15 +53,30 @@ def main(arguments: list[str] | None = None) -> int:
     _check_room(prompts, session.context_size)
     report = Report.of([compare(session, prompt, params, options.predict) for prompt in prompts])
     failures = report.failures(options.min_acceptance)
+    rows = min(options.spec_draft_n_max + 1, session.context_size - 1)
+    faults = state_faults(session.trunk, probed(prompts[0], rows), rows)
+    failures += [f"state: {fault}" for fault in faults]
     if options.json:
-        about = {"passed": not failures, "backend": session.backend, "draft_n": options.spec_draft_n_max}
-        print(json.dumps({**about, "temperature": params.temperature, "seed": params.seed, **report.as_dict()}))
+        about = {
+            "passed": not failures,
+            "backend": session.backend,
+            "draft_n": options.spec_draft_n_max,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "state_faults": [asdict(fault) for fault in faults],
+        }
+        print(json.dumps({**about, **report.as_dict()}))
     else:
         print(_table(session, report, options))
+        told = "of a pass, whatever part of it is kept: " + ("as of one-token passes" if not faults else "other bits")
+        print(f"  {'state':<20}{'equal' if not faults else 'differs':>8}   {told}")
     for line in failures:
         print(f"failed: {line}", file=sys.stderr)
     if not failures and report.drafting.acceptance_rate < _SUSPICIOUS_ACCEPTANCE:
-        print("warning: hardly any draft was accepted; is this head the trunk's own?", file=sys.stderr)
+        print(
+            "warning: hardly any draft was accepted; is this head the trunk's own? suspect eh_proj (order of its halves)",
+            file=sys.stderr,
+        )
     return EXIT_FAILED if failures else 0
 
 

@@ -188,6 +188,8 @@ class _Evaluation:
             if self._local:
                 self.runs += self._local.run(prompt, number, ids, temperature)
             self.runs += [server.run(prompt, number, temperature, model) for server, model in self._servers]
+        if self._local and self._local.failures:
+            self._local.failures += self._local.suspects(asked[0][1])
 
     def _encoded(self) -> list[tuple[int, list[int]]]:
         """(number, token ids) of the prompts that fit; no ids without a model."""

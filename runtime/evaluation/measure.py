@@ -9,6 +9,7 @@ from runtime.evaluation.prompts import Prompt
 from runtime.sampling import SamplingParams
 from runtime.session import Session, check_prompt_ids
 from runtime.speculative import SpecStats
+from runtime.state_probe import probed, state_faults
 
 PLAIN, DRAFTING = "plain", "drafting"
 
@@ -73,6 +74,12 @@ class LocalModel:
         if any(text != texts[0] for text in texts):
             self.failures.append(f"{prompt.place}, temperature {temperature:g}: the text with drafts is another")
         return runs
+
+    def suspects(self, ids: list[int]) -> list[str]:
+        """Which state a verify pass with these drafts leaves otherwise than one-token passes do."""
+        rows = min(self._session.trunk.max_rows, self._session.context_size - 1)
+        faults = state_faults(self._session.trunk, probed(ids[: self._session.context_size - rows], rows), rows)
+        return [f"state: {fault}" for fault in faults]
 
     def _generate(self, source: str, ids: list[int], params: SamplingParams) -> tuple[list[int], SpecStats]:
         stats = SpecStats()
