@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"failed: {line}", file=sys.stderr)
     if not failures and report.drafting.acceptance_rate < _SUSPICIOUS_ACCEPTANCE:
         print(
-            "warning: hardly any draft was accepted; is this head the trunk's own? suspect eh_proj (order of its halves)",
+            "warning: hardly any draft was accepted; is this head the trunk's own? suspect eh_proj (its halves' order)",
             file=sys.stderr,
         )
     return EXIT_FAILED if failures else 0

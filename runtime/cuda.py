@@ -26,6 +26,7 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 _RELAXED_CAPTURE = 2
 _NON_BLOCKING = 1
 _RECORD_EXTERNAL = 1
+_KERNEL_NODE, _COPY_NODE = 0, 1
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,11 @@ class Event:
 
 
 class Graph:
-    """Recorded work, to be repeated as it is."""
+    """Recorded work, to be repeated as it is. kernels, copies: how many of its nodes are launches, how many copies."""
 
     def __init__(self, graph: Any) -> None:
+        kinds = _node_kinds(graph)
+        self.kernels, self.copies = kinds.count(_KERNEL_NODE), kinds.count(_COPY_NODE)
         self.handle = _call("cudaGraphInstantiate", graph, 0)
         weakref.finalize(self, _api().cudaGraphExecDestroy, self.handle)
         _call("cudaGraphDestroy", graph)
@@ -162,8 +165,8 @@ class Stream:
     def replay(self, key: Hashable, work: Callable[[], None]) -> None:
         """Queue ``work``; recorded under ``key`` the first time, so it must queue the same work every time."""
         if key not in self._graphs:
-            self._graphs[key] = self._capture(work)
-        _call("cudaGraphLaunch", self._graphs[key].handle, self._stream)
+            self._graphs[key] = self.capture(work)
+        self.launch(self._graphs[key])
 
     def time_replays(self, key: Hashable, work: Callable[[], None], repeats: int) -> list[float]:
         """Milliseconds of each of ``repeats`` replays in a row, after one more that keeps the device busy meanwhile."""
@@ -176,7 +179,8 @@ class Stream:
         self.synchronize()
         return [later.ms_since(earlier) for earlier, later in itertools.pairwise(events)]
 
-    def _capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """What ``work`` queues, recorded instead of done."""
         _call("cudaStreamBeginCapture", self._stream, _kind("cudaStreamCaptureMode", _RELAXED_CAPTURE))
         self._capturing = True
         try:
@@ -188,8 +192,18 @@ class Stream:
             self._capturing = False
         return Graph(_call("cudaStreamEndCapture", self._stream))
 
+    def launch(self, graph: Graph) -> None:
+        _call("cudaGraphLaunch", graph.handle, self._stream)
+
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
         _call("cudaMemcpyAsync", target, source, nbytes, _kind("cudaMemcpyKind", kind), self._stream)
+
+
+def _node_kinds(graph: Any) -> list[int]:
+    """Of every node of a graph that is not instantiated yet."""
+    _, count = _call("cudaGraphGetNodes", graph)
+    nodes, _ = _call("cudaGraphGetNodes", graph, count) if count else ([], 0)
+    return [int(_call("cudaGraphNodeGetType", node)) for node in nodes[:count]]
 
 
 def _api() -> Any:

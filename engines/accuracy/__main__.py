@@ -19,6 +19,7 @@ from engines.errors import NextnError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from engines.accuracy.compare import Comparison
+    from engines.accuracy.plan import Plan
 
 EXIT_FAILED = 1
 FORMAT = 1
@@ -45,7 +46,6 @@ def _run(given: argparse.Namespace) -> int:
     from engines.accuracy import compare
     from engines.accuracy.plan import load_plan
     from engines.accuracy.scripts import print_measures
-    from engines.accuracy.tolerances import tolerance_for
 
     folder = _folder(given)
     plan, manifest = load_plan(folder)
@@ -60,7 +60,7 @@ def _run(given: argparse.Namespace) -> int:
         if given.all or not each.ok:
             print_measures(each.measures, f"{each.role} {each.tokens}")
     print(_summary(done))
-    report = _report(done, backend, asdict(plan), asdict(tolerance_for(backend, plan)))
+    report = _report(done, backend, plan)
     if given.json:
         _write(given.json, json.dumps({"model": manifest.model_name, **report}, indent=1) + "\n")
     if given.commands:
@@ -127,8 +127,9 @@ def _summary(done: list[Comparison]) -> str:
     return "\n".join([*lines, f"FAILED: first off at {where}; suspect {suspect(bad.measures)}"])
 
 
-def _report(done: list[Comparison], backend: str, plan: dict[str, Any], tolerance: dict[str, Any]) -> dict[str, Any]:
+def _report(done: list[Comparison], backend: str, plan: Plan) -> dict[str, Any]:
     from engines.accuracy.suspects import first_bad, suspect
+    from engines.accuracy.tolerances import tolerance_for
 
     bad = next((each for each in done if not each.ok), None)
     first = first_bad(bad.measures) if bad else None
@@ -136,12 +137,16 @@ def _report(done: list[Comparison], backend: str, plan: dict[str, Any], toleranc
         "format": FORMAT,
         "passed": bad is None,
         "backend": backend,
-        "plan": plan,
-        "tolerance": tolerance,
+        "plan": asdict(plan),
         "first_off": first.name if first else None,
         "suspect": suspect(bad.measures) if bad else None,
         "passes": [
-            {"role": each.role, "tokens": each.tokens, "places": [measure.as_dict() for measure in each.measures]}
+            {
+                "role": each.role,
+                "tokens": each.tokens,
+                "tolerance": asdict(tolerance_for(backend, plan, each.tokens)),
+                "places": [measure.as_dict() for measure in each.measures],
+            }
             for each in done
         ],
     }

@@ -155,7 +155,8 @@ def _run(path: Path) -> Run:
 
 
 def save_feeds(path: Path, feeds: list[Feed]) -> None:
-    np.savez(path, **{f"{index}/{name}": value for index, feed in enumerate(feeds) for name, value in feed.items()})
+    arrays: dict[str, Any] = {f"{i}/{name}": value for i, feed in enumerate(feeds) for name, value in feed.items()}
+    np.savez(path, **arrays)
 
 
 def load_feeds(path: Path) -> list[Feed]:

@@ -81,8 +81,8 @@ def measure_all(
             arrays = [np.asarray(reference[part]) for part in parts]
             widths = tuple((part, array.shape[-1]) for part, array in zip(parts, arrays, strict=True))
             want = np.concatenate(arrays, axis=-1)
-        elif (want := _reference_state(name, reference, got.shape)) is not None:
-            widths = ()
+        elif (state := _reference_state(name, reference, got.shape)) is not None:
+            want, widths = state, ()
         else:
             continue
         measures.append(measure(name, np.asarray(got), want, tolerance, widths))

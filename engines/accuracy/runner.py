@@ -18,7 +18,7 @@ from engines.accuracy.semantics import OPS, STANDARD
 from plugins import ops
 
 
-class SemanticsRunner(BaseRunner):  # type: ignore[misc]  # of a package without types
+class SemanticsRunner(BaseRunner):
     """Runs an `EngineGraph` in NumPy float64."""
 
     def __init__(self, graph: EngineGraph, name: str = "oracle") -> None:

@@ -75,8 +75,9 @@ def compare_results(first: Any, second: Any, plan: Plan, manifest: Manifest) -> 
     if any(name.endswith((".pool.out", ".cache.out")) for name in results[0]):
         results.reverse()
         runners.reverse()
-    tolerance = tolerance_for(runners[1], plan)
-    return measure_all(*results, manifest.geometry, plan, tolerance)
+    reference, engine = results
+    tolerance = tolerance_for(runners[1], plan, len(engine["hidden.out"]))
+    return measure_all(reference, engine, manifest.geometry, plan, tolerance)
 
 
 def print_measures(measures: list[Measure], role: str, out: Any = sys.stdout) -> None:

@@ -58,7 +58,8 @@ def kquant_embedding(inputs: Arrays, at: Attributes) -> Arrays:
 
 
 def rms_norm_op(inputs: Arrays, at: Attributes) -> Arrays:
-    return [rms_norm(*inputs, at["epsilon"])]
+    x, weight = inputs
+    return [rms_norm(x, weight, at["epsilon"])]
 
 
 def rms_norm_pair(inputs: Arrays, at: Attributes) -> Arrays:
@@ -110,8 +111,8 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
         if one_slot_each or t == len(rows) - 1:
             kept = t if one_slot_each else 0
             states[kept], windows[kept] = state, window[t + 1 : t + kernel]
-    out = rms_norm(out, norm, at["epsilon"]).reshape(len(rows), -1)
-    return [out * z * sigmoid(z), pool]
+    normed = rms_norm(out, norm, at["epsilon"]).reshape(len(rows), -1)
+    return [normed * z * sigmoid(z), pool]
 
 
 def _unit(x: np.ndarray, epsilon: float) -> np.ndarray:

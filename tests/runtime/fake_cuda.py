@@ -136,6 +136,12 @@ class FakeCuda:
         assert captured is not None
         return captured
 
+    def _cudaGraphGetNodes(self, graph: list[Work], count: int = 0) -> tuple[list[Work], int]:
+        return graph[:count], len(graph)
+
+    def _cudaGraphNodeGetType(self, node: Work) -> int:
+        return 0  # a kernel
+
     def _cudaGraphInstantiate(self, graph: list[Work], flags: int) -> list[Work]:
         return graph
 

@@ -1,0 +1,1 @@
+"""The parts of `python -m runtime.profile`."""
