@@ -12,13 +12,18 @@ TENSORRT ?= tensorrt-rtx-cu13
 KV_CACHE ?= f16
 PYTEST_FLAGS ?=
 BENCH ?=
+ACCURACY ?=
+PROFILE ?=
+PEER ?=
 ARCHITECTURES ?= 80-real;86-real;89-real;90a-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
+GPU := $(shell command -v nvidia-smi)
 TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
-.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench bench-peer audit fuzz clean
+.PHONY: setup demo serve test plugins engines test-gpu lint format export check bench bench-peer accuracy trunk-peer \
+  profile trtexec-cmd audit fuzz clean
 
 setup: $(VENV)/.installed
 
@@ -97,6 +102,25 @@ bench: setup  ## Plain decoding and every number of drafts on the same prompts; 
 
 bench-peer: $(VENV)/.installed-test  ## Plain decode against llama.cpp, and drafting against plain, in one run.
 	$(BIN)/python -m tests.bench.cpu_vs_llamacpp
+
+trunk-peer: $(VENV)/.installed-test  ## The trunk against llama.cpp, its head loaded and drafting on; PEER: more flags.
+	$(BIN)/python -m tests.bench.trunk_vs_llamacpp $(MODEL) $(PEER)
+
+$(VENV)/.installed-accuracy: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[accuracy,bench]'
+	touch $@
+
+# On TensorRT where there is a GPU, else by what each op means.
+accuracy: $(VENV)/.installed-accuracy $(if $(GPU),$(VENV)/.installed-tensorrt plugins)  ## The TensorRT form against the canonical graph, place by place; ACCURACY: more flags.
+	mkdir -p build
+	$(BIN)/python -m engines.accuracy $(MODEL) -o build/accuracy-$(basename $(notdir $(MODEL))) $(ACCURACY)
+
+profile: $(VENV)/.installed-accuracy $(VENV)/.installed-tensorrt $(if $(GPU),engines)  ## Where a pass spends its time, on the GPU; PROFILE: more flags.
+	$(BIN)/python -m runtime.profile $(OUT) $(PROFILE)
+
+trtexec-cmd: $(VENV)/.installed-tensorrt plugins  ## Command lines of trtexec or tensorrt_rtx, for engines with their weights inside.
+	$(BIN)/python -m engines.build $(MODEL) -o $(OUT)-embedded --embed-weights --kv-cache $(KV_CACHE) $(DRAFT_HEAD)
+	$(BIN)/python -m engines.trtexec $(OUT)-embedded
 
 audit: $(VENV)/.installed-serve  ## Known weaknesses of the installed dependencies.
 	$(BIN)/python -m pip install --quiet pip-audit

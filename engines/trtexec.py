@@ -35,15 +35,15 @@ def commands(folder: Path, position: int, library: Path | None = None) -> list[s
             "build others with `python -m engines.build MODEL.gguf -o OTHER --embed-weights`"
         )
     library = find_library(library)
+    if not 0 <= position < manifest.options.context:
+        raise UsageError(f"--position {position}: wanted 0 to {manifest.options.context - 1}")
     lines = []
     for role, engine in manifest.engines.items():
         for index, profile in enumerate(engine.profiles):
             for tokens in _sizes(profile):
                 rows = tokens if profile.max_rows > 1 else 1
-                if not 0 <= position <= manifest.options.context - tokens:
-                    most = manifest.options.context - tokens
-                    raise UsageError(f"--position {position}: wanted 0 to {most}, so that {tokens} tokens have room")
-                lines.append(_command(folder, manifest, role, engine, index, tokens, rows, position, library))
+                first = min(position, manifest.options.context - tokens)
+                lines.append(_command(folder, manifest, role, engine, index, tokens, rows, first, library))
     return lines
 
 

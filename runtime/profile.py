@@ -17,6 +17,7 @@ from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Manifest, load_manifest
 from runtime.command_line import Parser, run_command
+from runtime.cuda import open_device
 from runtime.inspection.cards import card_named
 from runtime.profiling.chart import check_chart_can_be_drawn, draw
 from runtime.profiling.kinds import LayerKinds, Pass
@@ -29,6 +30,8 @@ FORMAT = 1
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     _check(options)
+    if not options.trtexec:
+        open_device()  # what is missing is said before anything else is looked at
     manifest, engines = load_manifest(options.folder), load_engine_manifest(options.folder)
     report = _read(options, manifest, engines) if options.trtexec else _measured(options, manifest)
     report = {"format": FORMAT, "model": manifest.model_name, **report}

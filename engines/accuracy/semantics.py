@@ -99,8 +99,7 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
     query, key, value = (
         part.reshape(len(rows), -1, dim) for part in np.split(mixed, [keys * dim, 2 * keys * dim], axis=1)
     )
-    # Value head h reads key head h mod k_heads.
-    query, key = (np.tile(_unit(part, at["epsilon"]), (1, heads // keys, 1)) for part in (query, key))
+    query, key = (for_value_heads(_unit(part, at["epsilon"]), heads) for part in (query, key))
     decay, rate = np.exp(a * np.logaddexp(0, alpha + dt)), sigmoid(beta)
     out, one_slot_each = np.empty((len(rows), heads, dim)), len(rows) <= len(states)
     for t in range(len(rows)):
@@ -113,6 +112,11 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
             states[kept], windows[kept] = state, window[t + 1 : t + kernel]
     normed = rms_norm(out, norm, at["epsilon"]).reshape(len(rows), -1)
     return [normed * z * sigmoid(z), pool]
+
+
+def for_value_heads(x: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [T, HK, D] for each of HV value heads: head h reads key head h mod HK."""
+    return np.tile(x, (1, heads // x.shape[1], 1))
 
 
 def _unit(x: np.ndarray, epsilon: float) -> np.ndarray:
