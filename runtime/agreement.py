@@ -13,6 +13,12 @@ from runtime.session import Session, make_sampler
 from runtime.speculative import SpecStats
 
 GREEDY = SamplingParams()
+# A head of the model's own accepts far more; below it something is wrong even where no floor was asked for.
+SUSPICIOUS_ACCEPTANCE = 0.1
+HARDLY_ANY = (
+    "hardly any draft was accepted; is this head the trunk's own? suspect eh_proj (the order of its halves) and the "
+    "head's norms"
+)
 
 
 @dataclass(frozen=True)

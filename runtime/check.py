@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engines.draft_head import draft_head_options
 from engines.errors import UsageError
-from runtime.agreement import Report, compare, sampled_prompts
+from runtime.agreement import HARDLY_ANY, SUSPICIOUS_ACCEPTANCE, Report, compare, sampled_prompts
 from runtime.command_line import Parser, add_model_arguments, run_command
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
@@ -27,8 +27,6 @@ from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
 from runtime.state_probe import probed, state_faults
 
 EXIT_FAILED = 1
-# A head of the model's own accepts far more; below it something is wrong even where no floor was asked for.
-_SUSPICIOUS_ACCEPTANCE = 0.1
 # The first token comes from the prompt, and a round keeps room for the trunk's own.
 _MIN_TOKENS = 3
 
@@ -72,11 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"  {'state':<20}{'equal' if not faults else 'differs':>8}   {told}")
     for line in failures:
         print(f"failed: {line}", file=sys.stderr)
-    if not failures and report.drafting.acceptance_rate < _SUSPICIOUS_ACCEPTANCE:
-        print(
-            "warning: hardly any draft was accepted; is this head the trunk's own? suspect eh_proj (its halves' order)",
-            file=sys.stderr,
-        )
+    if not failures and report.drafting.acceptance_rate < SUSPICIOUS_ACCEPTANCE:
+        print(f"warning: {HARDLY_ANY}", file=sys.stderr)
     return EXIT_FAILED if failures else 0
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
 from runtime.command_line import Parser, add_model_arguments, run_command
-from runtime.evaluation.measure import LocalModel, Run
+from runtime.evaluation.measure import LocalModel, Run, suspicious_head
 from runtime.evaluation.page import page
 from runtime.evaluation.prompts import Prompt, load_prompts
 from runtime.evaluation.server import Server
@@ -51,6 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(report))
     for line in report["failures"]:
         print(f"failed: {line}", file=sys.stderr)
+    if warning := suspicious_head(evaluation.runs):
+        print(f"warning: {warning}", file=sys.stderr)
     return EXIT_FAILED if report["failures"] else 0
 
 
@@ -188,7 +190,7 @@ class _Evaluation:
             if self._local:
                 self.runs += self._local.run(prompt, number, ids, temperature)
             self.runs += [server.run(prompt, number, temperature, model) for server, model in self._servers]
-        if self._local and self._local.failures:
+        if self._local:
             self._local.failures += self._local.suspects(asked[0][1])
 
     def _encoded(self) -> list[tuple[int, list[int]]]:

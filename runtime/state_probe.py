@@ -40,7 +40,7 @@ class StateFault:
     def __str__(self) -> str:
         meaning = _MEANINGS.get(self.name.rsplit(".", 1)[-1], "a state")
         if self.kept < self.rows:
-            cause = f"{meaning} is not taken back when drafts are rejected"
+            cause = f"{meaning}, which is not taken back when drafts are rejected"
         else:
             cause = (
                 f"{meaning} depends on how many tokens a pass takes: it is rounded between passes, or summed otherwise"
@@ -49,9 +49,10 @@ class StateFault:
 
 
 def state_faults(trunk: TrunkEngine, tokens: Sequence[int], rows: int) -> list[StateFault]:
-    """The first fault of every kind of state. tokens: more than ``rows``, the last of which are the pass's.
+    """The fault that the others follow from, or the first of every kind that a rejection leaves.
 
-    Leaves the trunk without a sequence. Of an engine that shows no state nothing is found."""
+    tokens: more than ``rows``, the last of which are the pass's. Leaves the trunk without a sequence. Of an engine that
+    shows no state nothing is found."""
     if not isinstance(trunk, ShowsState):
         return []
     prefix, block = tokens[:-rows], tokens[-rows:]
@@ -61,13 +62,15 @@ def state_faults(trunk: TrunkEngine, tokens: Sequence[int], rows: int) -> list[S
         trunk.verify([token])
         trunk.commit(1)
         single.append(trunk.state())
-    kinds: dict[str, StateFault] = {}
-    # All kept first: what differs then differs for another reason than a rejection.
-    for kept in (rows, *range(1, rows)):
+    faults: dict[str, StateFault] = {}
+    # What differs with all tokens kept has another cause than a rejection; the states after it follow from it.
+    for name in _differing(trunk, prefix, block, rows, single[-1])[:1]:
+        faults[name] = StateFault(name, rows, rows)
+    for kept in range(1, rows if not faults else 0):
         for name in _differing(trunk, prefix, block, kept, single[kept - 1]):
-            kinds.setdefault(name.rsplit(".", 1)[-1], StateFault(name, kept, rows))
+            faults.setdefault(name.rsplit(".", 1)[-1], StateFault(name, kept, rows))
     trunk.start(make_sampler(_GREEDY))
-    return list(kinds.values())
+    return list(faults.values())
 
 
 def probed(prompt: Sequence[int], rows: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from runtime.agreement import HARDLY_ANY, SUSPICIOUS_ACCEPTANCE
 from runtime.chat_template import ChatTemplate
 from runtime.evaluation.prompts import Prompt
 from runtime.sampling import SamplingParams
@@ -36,6 +37,13 @@ class Run:
     accepted_at: tuple[int, ...] = ()
     finish_reason: str = ""
     text: str = field(default="", repr=False)
+
+
+def suspicious_head(runs: list[Run]) -> str:
+    """What is to be said of the model's own head when hardly any of its drafts was right; "" otherwise."""
+    drafting = [run for run in runs if run.source == DRAFTING]
+    drafted, accepted = (sum(getattr(run, name) or 0 for run in drafting) for name in ("drafted", "accepted"))
+    return HARDLY_ANY if drafted and accepted < SUSPICIOUS_ACCEPTANCE * drafted else ""
 
 
 class LocalModel:
