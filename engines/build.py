@@ -18,7 +18,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engines.draft_head import DraftHeadOptions, add_draft_head_arguments, draft_head_options, refuse_for_folder
+from engines.build_flags import (
+    CONTEXT_AUTO,
+    DEFAULT_OPTIONS,
+    KV_CACHES,
+    LOWERINGS,
+    build_parser,
+    check_gpu_memory,
+)
+from engines.command import report, run_command
+from engines.draft_head import DraftHeadOptions, draft_head_options, refuse_for_folder
 from engines.engine_files import part_of, put_in_place
 from engines.engine_manifest import (
     Engine,
@@ -32,6 +41,7 @@ from engines.engine_manifest import (
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.manifest import Manifest, load_manifest
 from engines.network import Progress, bindings, build_engine, fix_sizes, load_graph
+from engines.planned_engines import ROLES, fitting_context, free_gpu_bytes
 from engines.weight_places import packed, weight_places
 from export.int8_caches import with_int8_caches
 from export.lower_layers import LayerForm, merge_layers
@@ -39,10 +49,6 @@ from export.weight_inputs import external_weights
 from plugins.load import library_digest, load_plugins, prepare_parser, tensorrt
 from plugins.ops import MAX_DECODE_T
 
-ROLES = ("trunk", "draft")
-LOWERINGS = ("layers", "ops")
-KV_CACHES = ("f16", "int8")
-DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=1024, embed_weights=False)
 # Part of every build key: raise it when the same inputs would give other engines.
 _BUILDER_VERSION = 3
 
@@ -211,57 +217,33 @@ def _exported(model: Path, output: Path | None, draft: bool, draft_head: DraftHe
     return output
 
 
-def _parser() -> argparse.ArgumentParser:
-    defaults = DEFAULT_OPTIONS
-    parser = argparse.ArgumentParser(prog="python -m engines.build", description="Build TensorRT engines of a model.")
-    parser.add_argument("model", type=Path, metavar="DIR|MODEL.gguf", help="an export for TensorRT, or a .gguf")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="with a .gguf: the folder to make")
-    parser.add_argument(
-        "--max-draft", type=int, default=defaults.max_rows - 1, metavar="N", help="longest draft (default %(default)s)"
+def _options(given: argparse.Namespace, folder: Path) -> EngineOptions:
+    """What the flags ask for, for the export in ``folder``."""
+    options = EngineOptions(
+        given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights, given.lowering, given.kv_cache
     )
-    parser.add_argument(
-        "--context", type=int, default=defaults.context, metavar="N", help="KV rows, tokens (default %(default)s)"
-    )
-    parser.add_argument(
-        "--prefill-chunk", type=int, default=defaults.prefill_chunk, metavar="N", help="(default %(default)s)"
-    )
-    parser.add_argument(
-        "--embed-weights", action="store_true", help="put the weights into the engines, for tools that know no inputs"
-    )
-    parser.add_argument(
-        "--lowering",
-        choices=LOWERINGS,
-        default=defaults.lowering,
-        help="a plugin a decoder layer, or one per op, to compare inside a layer (default %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-cache",
-        choices=KV_CACHES,
-        default=defaults.kv_cache,
-        help="of trunk and draft head; int8: half the memory, and text that may differ (default %(default)s)",
-    )
-    parser.add_argument("--no-draft", action="store_true", help="with a .gguf: leave the NextN draft head out")
-    parser.add_argument(
-        "--plugins", type=Path, metavar="LIB.so", help="the plugin library (default: the one built here)"
-    )
-    parser.add_argument("--layers", action="store_true", help="print every layer of what is built")
-    add_draft_head_arguments(parser)
-    return parser
+    if given.context != CONTEXT_AUTO:
+        return options
+    manifest = load_manifest(folder)
+    _checked(replace(options, context=manifest.geometry.context_length), manifest, folder)
+    free_bytes = free_gpu_bytes() if given.gpu_memory is None else int(given.gpu_memory * 1e9)
+    options = replace(options, context=fitting_context(folder, manifest, options, free_bytes))
+    print(f"note: --context auto: {options.context} of the model's {manifest.geometry.context_length}", file=sys.stderr)
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    given = _parser().parse_args(arguments)
-    options = EngineOptions(
-        given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights, given.lowering, given.kv_cache
-    )
 
     def show(role: str, listing: list[str]) -> None:
         for line in listing:
             print(f"{role}: {line}")
 
     try:
+        given = build_parser().parse_args(arguments)
+        check_gpu_memory(given)
         folder = _exported(given.model, given.output, not given.no_draft, draft_head_options(given))
+        options = _options(given, folder)
         with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
 
             def progress(phase: str, fraction: float) -> None:
@@ -273,8 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
                 folder, options, library=given.plugins, progress=progress, layers=show if given.layers else None
             )
     except NextnError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     for role, engine in manifest.engines.items():
         state = "built" if built else "up to date"
         print(f"{folder / engine.file}: {role}, {engine.nbytes / 1e6:.1f} MB, {state}")
@@ -284,4 +265,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

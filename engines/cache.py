@@ -13,11 +13,11 @@ import os
 import platform
 import re
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.command import Parser, report, run_command
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.manifest import load_manifest
 
@@ -160,7 +160,7 @@ def _line(entry: Entry) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m engines.cache",
         description="Exports of .gguf files, kept for their next use: size, day of last use, model, folder.",
         epilog=f"The cache is where {CACHE_VARIABLE} says, else nextn-trt in $XDG_CACHE_HOME or ~/.cache.",
@@ -178,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    given = _parser().parse_args(arguments)
     try:
+        given = _parser().parse_args(arguments)
         for flag, value in (("--older-than", given.older_than), ("--max-gb", given.max_gb)):
             if value is not None and not value >= 0:
                 raise UsageError(f"{flag} {value}: wanted a number from 0 on")
@@ -195,10 +195,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(_line(entry))
         print(f"{sum(entry.nbytes for entry in left) / 1e9:8.3f} GB in {len(left)} exports in {cache}")
     except NextnError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -7,28 +7,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from engines.build import DEFAULT_OPTIONS, KV_CACHES
-from engines.engine_manifest import Engine, EngineManifest, EngineOptions, Profile, pool_size
+from engines.build_flags import DEFAULT_OPTIONS, KV_CACHES
 from engines.errors import ModelFileError, UsageError
 from engines.layer_kernels import layer_kernels
-from engines.manifest import Geometry
-from engines.network import bindings, fix_sizes
+from engines.planned_engines import planned_activations, planned_engines
 from engines.planned_model import PlannedModel
-from engines.weight_places import weight_places
 from export.config import ModelConfig, load_config
 from export.exporter import geometry_of
 from export.gguf_file import GGUFFile
-from export.int8_caches import with_int8_caches
 from export.lower_layers import LayerForm
 from export.oddities import oddities
 from export.plugin_limits import check_plugins_take
 from export.read_sizes import read_nbytes_of
-from export.survey import layer_forms, node_counts, row_widths, tensor_groups
-from export.weight_inputs import external_weights
-
-_F32_BYTES = 4
-# Measured: a layer's workspace is about twice the rows between its matrices, which it keeps also quantised.
-_WORKSPACE_FACTOR = 2
+from export.survey import layer_forms, node_counts, tensor_groups
 
 
 def describe(model: Path, context: int = 0) -> PlannedModel:
@@ -58,9 +49,9 @@ def describe(model: Path, context: int = 0) -> PlannedModel:
         },
         "odd": oddities(file, config, groups, missing),
     }
-    engines = {kind: _engines(forms, geometry, replace(options, kv_cache=kind)) for kind in KV_CACHES} if forms else {}
-    widths = [width for form in forms.values() for width in map(sum, row_widths(form.model).values())]
-    activations = _WORKSPACE_FACTOR * _F32_BYTES * options.prefill_chunk * max(_hidden_widths(widths, config))
+    kinds = KV_CACHES if forms else ()
+    engines = {kind: planned_engines(forms, geometry, replace(options, kv_cache=kind)) for kind in kinds}
+    activations = planned_activations(forms, geometry, options.prefill_chunk)
     reads = {role: read_nbytes_of(form.model) for role, form in forms.items()}
     return PlannedModel(facts, geometry, engines, reads, activations, options.context)
 
@@ -105,23 +96,3 @@ def _form_facts(form: LayerForm, hidden_size: int) -> dict[str, Any]:
         "notes": list(form.notes),
         "reads_bytes": read_nbytes_of(form.model),
     }
-
-
-def _engines(forms: dict[str, LayerForm], geometry: Geometry, options: EngineOptions) -> EngineManifest:
-    """The manifest that `engines.build` would write, without what only a build knows."""
-    made, weights = {}, {}
-    for role, form in forms.items():
-        model = with_int8_caches(form.model) if options.kv_cache == "int8" else form.model
-        sizes = {"P": pool_size(geometry, options.max_rows), "L": options.context}
-        inputs, outputs = bindings(fix_sizes(model, sizes))
-        rows = options.max_rows if role == "trunk" else 1
-        profiles = Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, 1)
-        names = tuple(each.name for each in external_weights(form.model))
-        made[role] = Engine(f"{role}.engine", form.model.ByteSize(), "", inputs, outputs, profiles, names, form.notes)
-        weights.update(weight_places(form))
-    return EngineManifest("", "", "", "", "", options, made, weights)
-
-
-def _hidden_widths(widths: list[int], config: ModelConfig) -> list[int]:
-    """Widths of what a prefill pass keeps of every token: logits are of one row."""
-    return [width + config.hidden_size for width in widths if width != config.vocab_size] or [0]

@@ -36,6 +36,7 @@ class Geometry:
     conv_channels: int
     conv_kernel: int
     context_length: int
+    num_heads: int = 0  # of queries; 0: of an export that does not tell
 
 
 @dataclass(frozen=True)

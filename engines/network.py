@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import onnx
 from onnx import TensorProto, helper
 
+from engines.command import signals_kept
 from engines.engine_manifest import Binding, Profile
 from engines.errors import EngineError, ResourceError
 from engines.mapped_weights import MappedWeights
@@ -122,7 +123,8 @@ def _build(
     config.progress_monitor = monitor
     with open(engine_path, "wb") as file:
         output = _Output(file)
-        done = _serialize(builder, network, config, output, guard)
+        with signals_kept(guard.keep):
+            done = _serialize(builder, network, config, output, guard)
         guard.check(engine_path)
     if not done:
         raise EngineError(f"{model_path}: {_api_name()} builds no engine: {log.first_error}")
@@ -210,8 +212,11 @@ class _Guard:
         try:
             call()
         except BaseException as error:  # KeyboardInterrupt too
-            self._error = self._error or error
+            self.keep(error)
         return self._error is None
+
+    def keep(self, error: BaseException) -> None:
+        self._error = self._error or error
 
     def check(self, path: Path) -> None:
         if isinstance(self._error, OSError):

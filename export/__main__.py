@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
+from engines.command import Parser, report, run_command
 from engines.draft_head import add_draft_head_arguments, draft_head_options
-from engines.errors import NextnError, ResourceError
+from engines.errors import NextnError
 from export.config import load_config
 from export.exporter import TARGETS, count_weights, export_model
 from export.gguf_file import GGUFFile
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m export", description="Export a qwen35 GGUF to ONNX.")
+    parser = Parser(prog="python -m export", description="Export a qwen35 GGUF to ONNX.")
     parser.add_argument("model", type=Path, metavar="MODEL.gguf", help="the model; of a split model the first part")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument(
@@ -27,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--no-draft", action="store_true", help="leave the NextN draft head out")
     add_draft_head_arguments(parser)
-    options = parser.parse_args(arguments)
     try:
+        options = parser.parse_args(arguments)
         draft_head = draft_head_options(options)
         file = GGUFFile.open(options.model)
         total = count_weights(file, load_config(file, draft=not options.no_draft), draft_head)
@@ -44,13 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
                 progress=bar.update,
             )
     except NextnError as error:
-        print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
-        return error.exit_code
-    except MemoryError:
-        print("error: out of memory", file=sys.stderr)
-        return ResourceError.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return report(error)
     for note in manifest.notes:
         print(f"note: {note}", file=sys.stderr)
     size = sum(nbytes for _, nbytes in manifest.files.values())
@@ -60,4 +52,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

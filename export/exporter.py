@@ -169,6 +169,7 @@ def geometry_of(config: ModelConfig) -> Geometry:
         conv_channels=config.gdn.conv_dim,
         conv_kernel=config.gdn.conv_kernel,
         context_length=config.context_length,
+        num_heads=config.attention.num_heads,
     )
 
 

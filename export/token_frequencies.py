@@ -6,14 +6,13 @@ names the vocabulary, then a line "id<TAB>count" for every token that occurs, mo
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from engines.command import Parser, report, run_command
 from engines.draft_head import TABLE_MAGIC, DraftHeadOptions, table_head
 from engines.errors import NextnError, ResourceError, UsageError
 from export.draft_tokens import choose_tokens
@@ -88,7 +87,7 @@ def coverage(counts: np.ndarray, kept: np.ndarray) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m export.token_frequencies",
         description="Count a model's tokens in texts, for --draft-head-table.",
     )
@@ -97,16 +96,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="TABLE", help="the table to write; without it only the report"
     )
-    given = parser.parse_args(arguments)
     try:
+        given = parser.parse_args(arguments)
         file = GGUFFile.open(given.model)
         counts = count_tokens(file, given.texts)
         if given.output is not None:
             write_table(file, counts, given.output)
         print(_report(file, counts))
     except NextnError as error:
-        print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 
@@ -134,4 +132,4 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -89,7 +89,7 @@ def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Chat
             raise UsageError("--api-key-file is for --url")
         if options.cache_ram < 0:
             raise UsageError(f"--cache-ram {options.cache_ram}: wanted 0 or more")
-        return LocalModel(session_of(options), options.cache_ram * _MIB)
+        return LocalModel(session_of(options, kept_bytes=options.cache_ram * _MIB), options.cache_ram * _MIB)
     for name in _SERVERS:
         if getattr(options, name) != parser.get_default(name):
             raise UsageError(f"--{name.replace('_', '-')} is the server's to set, not with --url")

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
+from engines.command import EXIT_INTERRUPTED, Parser, run_command
 from engines.draft_head import add_draft_head_arguments, draft_head_options
-from engines.errors import NextnError, ResourceError, UsageError
+from engines.errors import UsageError
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import BACKENDS, DRAFT_N_DEFAULT, SPEC_TYPES, Session, SpecOptions, open_session
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT
-EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports wrong flags as UsageError: one line, exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
+# What every command line shares comes from `engines.command`; those of the runtime find all in one place.
+__all__ = ["EXIT_INTERRUPTED", "Parser", "run_command"]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -41,7 +31,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False)
     )
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-c", "--ctx-size", type=int, default=0, metavar="N", help="most tokens of prompt and text; 0: the model's"
+        "-c",
+        "--ctx-size",
+        type=context_size,
+        default=None,
+        metavar="N",
+        help="most tokens of prompt and text; 0: the model's, auto: those of them that fit the memory (default)",
     )
     group.add_argument(
         "-t",
@@ -59,6 +54,16 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False)
         help="where exports of .gguf files are kept (default: $NEXTN_CACHE, else ~/.cache/nextn-trt)",
     )
     add_draft_head_arguments(parser)
+
+
+def context_size(text: str) -> int | None:
+    """Of --ctx-size: None for "auto"."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted a whole number or auto") from None
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,15 +97,21 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
     return SamplingParams(options.temp, options.top_k, options.top_p, options.min_p, options.seed).resolved()
 
 
-def session_of(options: argparse.Namespace) -> Session:
-    """Load the model that the flags of `add_model_arguments` and `add_spec_arguments` name."""
+def session_of(options: argparse.Namespace, sequences: int = 1, kept_bytes: int = 0) -> Session:
+    """Load the model that the flags of `add_model_arguments` and `add_spec_arguments` name (see `open_session`)."""
     spec = SpecOptions(options.spec_type, options.spec_draft_n_max)
     spec.validate()  # before a long export
     folder = exported_folder(
         options.model, draft=spec.wants_draft, cache_dir=options.cache_dir, draft_head=draft_head_options(options)
     )
     return open_session(
-        folder, backend=options.backend, context_size=options.ctx_size, threads=options.threads, spec=spec
+        folder,
+        backend=options.backend,
+        context_size=options.ctx_size,
+        threads=options.threads,
+        spec=spec,
+        sequences=sequences,
+        kept_bytes=kept_bytes,
     )
 
 
@@ -129,44 +140,3 @@ def interrupt_flag() -> Iterator[Callable[[], bool]]:
         yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command line and leave with its exit code; what it raises becomes one line on stderr."""
-    _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):  # text is UTF-8 whatever the locale says
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        code = main()
-        sys.stdout.flush()
-    except NextnError as error:
-        code = _report(error)
-    except MemoryError as error:
-        code = _report(ResourceError(f"out of memory ({error})" if str(error) else "out of memory"))
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # nobody reads stdout any more
-        _discard_stdout()
-        code = EXIT_PIPE_CLOSED
-    except OSError as error:  # a full disk under stdout; reading and loading report their own
-        _discard_stdout()
-        code = _report(ResourceError(f"the output cannot be written ({error.strerror or error})"))
-    sys.exit(code)
-
-
-def _open_closed_streams() -> None:
-    """A standard stream that the caller closed is None in Python, and print(file=None) writes to stdout."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
-
-
-def _discard_stdout() -> None:
-    """Keep the interpreter from flushing what is left into a stdout that takes nothing."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _report(error: NextnError) -> int:
-    print("error:", " ".join(str(error).split("\n")), file=sys.stderr)
-    return error.exit_code

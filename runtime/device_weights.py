@@ -10,14 +10,10 @@ import numpy as np
 
 from engines.engine_manifest import WeightPiece, WeightPlace
 from engines.errors import EngineError
-from runtime.cuda import ALIGNMENT, DeviceBuffer, Event, PinnedBuffer, Stream
+from engines.memory_plan import padded, weights_nbytes
+from runtime.cuda import DeviceBuffer, Event, PinnedBuffer, Stream
 
 _CHUNK_BYTES = 32 << 20
-
-
-def weights_nbytes(places: Mapping[str, WeightPlace]) -> int:
-    """Device memory that the weights take."""
-    return sum(_padded(place.nbytes) for place in places.values())
 
 
 class DeviceWeights:
@@ -37,7 +33,7 @@ class DeviceWeights:
         address = self._buffer.address
         for name, place in places.items():
             self.addresses[name] = address
-            address += _padded(place.nbytes)
+            address += padded(place.nbytes)
         staging = _Staging(stream)
         # In the order of the files, which is how they are read fastest.
         by_file: dict[str, list[tuple[int, WeightPiece]]] = {}
@@ -88,8 +84,3 @@ def _mapped(path: Path, end: int) -> np.ndarray:
             f"{path}: {len(mapped)} bytes, but its weights reach to {end}; run `python -m engines.build` again"
         )
     return mapped
-
-
-def _padded(nbytes: int) -> int:
-    """Kernels read whole 16-byte pieces, and every weight begins aligned."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

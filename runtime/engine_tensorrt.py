@@ -11,13 +11,13 @@ from tqdm import tqdm
 from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry, Manifest
+from engines.memory_plan import MemoryPlan, buffers_nbytes, nbytes_of, plan_memory, state_bindings
 from plugins.load import find_library, library_digest, load_plugins, tensorrt
 from runtime import cuda
 from runtime.control_block import ControlBlock
 from runtime.device_weights import DeviceWeights
 from runtime.draft_tokens import DraftTokens, load_draft_tokens
 from runtime.engine import EngineLimits
-from runtime.memory_plan import MemoryPlan, buffers_nbytes, nbytes_of, plan_memory, state_bindings
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_session import EngineLoader, EngineSession
 from runtime.tensorrt_trunk import Shared, TensorrtTrunk

@@ -13,13 +13,13 @@ from typing import Any
 
 from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry
+from engines.memory_plan import RESERVE_BYTES, MemoryPlan, buffers_nbytes, plan_memory
 from engines.planned_model import PlannedModel
 from runtime.command_line import Parser, run_command
 from runtime.cuda import free_and_total_bytes, open_device
 from runtime.inspection.cards import CARDS, Card, card_named, find_cards
 from runtime.inspection.roofline import bounds, traffic_of
 from runtime.inspection.table import table
-from runtime.memory_plan import RESERVE_BYTES, MemoryPlan, buffers_nbytes, plan_memory
 from runtime.model_cache import described
 from runtime.session import DRAFT_N_DEFAULT
 

@@ -7,6 +7,7 @@ for a while first.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import ipaddress
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.command import Terminated
 from engines.errors import ResourceError, UsageError
 from runtime.command_line import (
     Parser,
@@ -27,6 +29,8 @@ from runtime.command_line import (
     sampling_params,
     session_of,
 )
+from runtime.scheduler import SEQUENCES_DEFAULT
+from runtime.session import Session
 
 if TYPE_CHECKING:
     from runtime.server.service import ServiceOptions
@@ -52,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     from runtime.server.security import HEADER_BYTES_MAX, Limits
     from runtime.server.service import Service
 
-    session = session_of(options)
+    session = session_to_serve(options)
     service = Service(session, service_options(options))
     limits = Limits(body_bytes=options.max_body * MIB, api_key=api_key, hosts=answered_hosts(options))
     app = create_app(service, limits)
@@ -65,8 +69,13 @@ def main(arguments: list[str] | None = None) -> int:
         timeout_graceful_shutdown=options.grace,
         server_header=False,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    with contextlib.suppress(Terminated):  # raised once more when all is done
+        uvicorn.Server(config).run(sockets=[listening])
     return 0
+
+
+def session_to_serve(options: argparse.Namespace) -> Session:
+    return session_of(options, options.sequences or SEQUENCES_DEFAULT, options.cache_ram * MIB)
 
 
 def service_options(options: argparse.Namespace) -> ServiceOptions:

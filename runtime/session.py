@@ -13,6 +13,7 @@ from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
 from runtime.controller import AdaptiveDraft, Controller, FixedDraft
 from runtime.engine import DraftEngine, EngineLimits, Sampler, TrunkEngine
+from runtime.host_memory import available_bytes
 from runtime.pass_costs import measure_pass_costs
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import SpecStats, generate
@@ -99,14 +100,17 @@ def open_session(
     folder: Path,
     *,
     backend: str = "auto",
-    context_size: int = 0,
+    context_size: int | None = None,
     threads: int = 0,
     spec: SpecOptions | None = None,
+    sequences: int = 1,
+    kept_bytes: int = 0,
 ) -> Session:
     """Load an exported folder.
 
-    context_size: tokens that prompt and text together may have; 0 = what model and engines hold. threads 0: one per
-    core. Raises UsageError, or EngineError when the folder or the backend is not usable.
+    context_size: tokens that prompt and text together may have; 0: what model and engines hold; None: as many of these
+    as there is memory for, when ``sequences`` run at once and ``kept_bytes`` are taken for something else. threads 0:
+    one per core. Raises UsageError, ResourceError, or EngineError when the folder or the backend is not usable.
     """
     spec = spec or SpecOptions()
     spec.validate()
@@ -120,29 +124,32 @@ def open_session(
         raise UsageError(f"{manifest.model_name} has no NextN draft head; use --spec-type none or auto")
     chosen, open_engines, limits_of = _backend(backend, manifest)
     limits = limits_of(folder)
+    draft = spec.wants_draft and manifest.has_draft
+    if chosen == "onnxruntime":
+        context_size = _context_in_memory(manifest, context_size, draft, sequences, kept_bytes)
     context_size = context_size or int(min(limits.context, manifest.geometry.context_length))
     draft_n_max = spec.draft_n_max if spec.wants_draft else 0
     if spec.spec_type == "auto":  # at most as many as asked for
         draft_n_max = int(min(draft_n_max, limits.draft_n))
-    trunk, draft = open_engines(
+    trunk, head = open_engines(
         folder,
         manifest,
         context_size=context_size,
         threads=threads,
         max_rows=draft_n_max + 1,
-        draft=spec.wants_draft and manifest.has_draft,
+        draft=draft,
     )
     controller: Controller = FixedDraft(draft_n_max)
-    if spec.spec_type == "auto" and draft is not None:
-        controller = AdaptiveDraft(draft_n_max, measure_pass_costs(trunk, draft, draft_n_max))
+    if spec.spec_type == "auto" and head is not None:
+        controller = AdaptiveDraft(draft_n_max, measure_pass_costs(trunk, head, draft_n_max))
     return Session(
         folder=folder,
         manifest=manifest,
         backend=chosen,
-        spec_type="none" if draft is None else "draft-mtp",
+        spec_type="none" if head is None else "draft-mtp",
         context_size=context_size,
         trunk=trunk,
-        draft=draft,
+        draft=head,
         tokenizer=Tokenizer(folder, manifest.tokenizer),
         controller=controller,
     )
@@ -161,13 +168,31 @@ def check_prompt_ids(ids: Sequence[int], manifest: Manifest) -> None:
             raise UsageError(f"token {place} of the prompt is {token}; this model has ids 0 to {vocab_size - 1}")
 
 
-def _check_context_size(asked: int, manifest: Manifest) -> None:
+def _check_context_size(asked: int | None, manifest: Manifest) -> None:
     """The context in tokens. A file whose rope is scaled says so in its own context length: that is the bound."""
     longest = manifest.geometry.context_length
-    if not 0 <= asked <= longest:
+    if asked is not None and not 0 <= asked <= longest:
         raise UsageError(
-            f"--ctx-size {asked}: {manifest.model_name} was made for 1 to {longest} tokens (0: all of them)"
+            f"--ctx-size {asked}: {manifest.model_name} was made for 1 to {longest} tokens (0: all of them, auto: what "
+            "fits the memory)"
         )
+
+
+def _context_in_memory(manifest: Manifest, asked: int | None, draft: bool, sequences: int, kept_bytes: int) -> int:
+    """The context that ONNX Runtime's engines are to have. They take memory as texts grow: what would not last is said
+    before anything is loaded. Raises ResourceError."""
+    from runtime.onnx_memory import plan_onnx_memory
+
+    longest = manifest.geometry.context_length
+    available = available_bytes()
+    if available is None:  # a system that does not tell
+        return asked or longest
+    plan = plan_onnx_memory(manifest, asked or longest, draft=draft, sequences=sequences, other=kept_bytes)
+    fits = plan.largest_context(available)
+    if asked is None and fits:
+        return min(longest, fits)
+    plan.check(available)
+    return plan.context
 
 
 def _backend(asked: str, manifest: Manifest) -> tuple[str, _OpenEngines, Callable[[Path], EngineLimits]]:

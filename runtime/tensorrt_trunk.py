@@ -10,11 +10,11 @@ import numpy as np
 from engines.engine_manifest import EngineManifest
 from engines.errors import EngineError
 from engines.manifest import Geometry
+from engines.memory_plan import MemoryPlan, state_bindings
 from runtime.control_block import ControlBlock
 from runtime.cuda import DeviceBuffer, Stream
 from runtime.device_rows import DeviceRows
 from runtime.engine import NO_CHOICE, Pass, Sampler, choices_that_count
-from runtime.memory_plan import MemoryPlan, state_bindings
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.tensorrt_session import EngineSession
 from runtime.token_choice import TokenChoice, device_params, sampling_bytes

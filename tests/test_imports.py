@@ -19,11 +19,12 @@ MAX_LINES = 300
 ALLOWED = {
     "plugins.ops": (),
     "engines.errors": (),
+    "engines.command": ("engines.errors",),
     "engines.manifest": ("engines.errors",),
     "engines.draft_head": ("engines.errors",),
     "engines": ("export", "plugins"),
     "plugins": ("engines.errors",),
-    "export": ("plugins.ops", "engines.manifest", "engines.draft_head", "engines.errors"),
+    "export": ("plugins.ops", "engines.manifest", "engines.draft_head", "engines.command", "engines.errors"),
     "runtime": (
         "plugins.load",
         "plugins.log",
@@ -31,11 +32,13 @@ ALLOWED = {
         "engines.draft_head",
         "engines.engine_manifest",
         "engines.planned_model",
+        "engines.memory_plan",
+        "engines.command",
         "engines.cache",
         "engines.errors",
     ),
 }
-ALONE = ("plugins.ops", "engines.errors", "engines.manifest", "engines.draft_head")
+ALONE = ("plugins.ops", "engines.errors", "engines.command", "engines.manifest", "engines.draft_head")
 # Its functions export a .gguf that a command line was given, or describe what it would become.
 EXPORTS_ON_DEMAND = "runtime.model_cache"
 ON_DEMAND = ("export", "engines.description")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engines.engine_manifest import load_engine_manifest
 from engines.errors import EngineError
 from engines.manifest import Geometry
-from runtime.memory_plan import nbytes_of, state_bindings
+from engines.memory_plan import nbytes_of, state_bindings
 from runtime.session import Session
 
 _F32_BYTES = 4

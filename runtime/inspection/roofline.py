@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.engine_manifest import EngineManifest, pool_size
 from engines.manifest import Geometry
-from runtime.memory_plan import nbytes_of, state_bindings
+from engines.memory_plan import nbytes_of, state_bindings
 
 _F32_BYTES = 4
 

@@ -12,9 +12,8 @@ from typing import Any
 from ray import serve
 
 from engines.errors import EngineError
-from runtime.command_line import session_of
 from runtime.replicas.exchange import Asked, Head
-from runtime.serve import MIB, service_options
+from runtime.serve import MIB, service_options, session_to_serve
 from runtime.server.app import create_app
 from runtime.server.security import Limits
 from runtime.server.service import Service
@@ -29,7 +28,7 @@ class Replica:
     def __init__(self, options: argparse.Namespace) -> None:
         """options: of `runtime.serve_ray`."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-        self._service = Service(session_of(options), service_options(options))
+        self._service = Service(session_to_serve(options), service_options(options))
         # Who may ask, and by what name, the front has seen to.
         self._app = create_app(self._service, Limits(body_bytes=options.max_body * MIB))
         self._name = serve.get_replica_context().replica_id.unique_id.encode()

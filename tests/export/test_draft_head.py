@@ -207,8 +207,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert the in kept_ids(tmp_path / "x", manifest)
     assert main([*flags, "--draft-head-text", str(tmp_path / "absent")]) == 2
     assert "absent: cannot be read" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main([*flags, "--draft-head-rows", "many"])
+    assert main([*flags, "--draft-head-rows", "many"]) == 2
     assert "'many': wanted a number of tokens, or full" in capsys.readouterr().err
     assert main([*flags, "--draft-head-rows", "full"]) == 0
     assert "draft_ids" not in load_manifest(tmp_path / "x").files

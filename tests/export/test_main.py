@@ -10,6 +10,7 @@ import pytest
 
 import export.__main__ as command
 from engines.manifest import load_manifest
+from tests.runtime.command import run_main
 
 
 def test_it_says_what_it_wrote(tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,15 +52,15 @@ def test_refusals_are_one_line(tiny: Callable[[str], Path], tmp_path: Path, caps
 
 
 def test_an_interrupted_export_leaves_nothing(
-    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*given: object) -> NoReturn:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("export.exporter.write_tokenizer", interrupt)
-    assert command.main([str(tiny("draft_perfect")), "-o", str(tmp_path / "out")]) == 130
+    outcome = run_main(command.main, tiny("draft_perfect"), "-o", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr() == ("", "")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
 
 
 def test_folders_that_cannot_be_replaced(

@@ -10,11 +10,11 @@ import pytest
 
 from engines.engine_manifest import ENGINES_NAME, load_engine_manifest
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from engines.memory_plan import RESERVE_BYTES, plan_memory
 from plugins.load import TensorRT
 from runtime import cuda
 from runtime.controller import AdaptiveDraft
 from runtime.engine_tensorrt import open_engines
-from runtime.memory_plan import RESERVE_BYTES, plan_memory
 from runtime.session import Session, SpecOptions, open_session
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_passes import CONTEXT, MAX_ROWS

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions
+from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, WeightPlace
 from engines.errors import ResourceError
 from engines.manifest import Geometry
-from runtime.device_weights import weights_nbytes
 
 # Beside what is planned, the driver takes memory for code, launches and recorded graphs.
 RESERVE_BYTES = 256 << 20
 _F32_BYTES = 4
+_WEIGHT_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MemoryPlan:
             ("buffers", self.buffers),
             ("engine code", self.code),
         )
-        return f"{_size(self.total)} ({', '.join(f'{name} {_size(nbytes)}' for name, nbytes in parts)})"
+        return f"{size_text(self.total)} ({', '.join(f'{name} {size_text(nbytes)}' for name, nbytes in parts)})"
 
     def largest_context(self, free: int) -> int:
         """Tokens that KV caches could hold in ``free`` bytes of GPU memory, all else being as it is; 0: none."""
@@ -58,7 +58,7 @@ class MemoryPlan:
             smaller = f"build engines with --context {fits} or less" if fits else "use a smaller quantisation"
             smaller_cache = "" if self.kv_cache == "int8" or not fits else " or with --kv-cache int8"
             raise ResourceError(
-                f"not enough GPU memory: needs {self}, {_size(free)} of {_size(total)} are free; "
+                f"not enough GPU memory: needs {self}, {size_text(free)} of {size_text(total)} are free; "
                 f"{smaller}{smaller_cache}, or close other programs"
             )
 
@@ -100,5 +100,16 @@ def nbytes_of(binding: Binding) -> int:
     return int(np.prod(sizes, dtype=np.int64)) * np.dtype(binding.dtype).itemsize
 
 
-def _size(nbytes: int) -> str:
+def weights_nbytes(places: Mapping[str, WeightPlace]) -> int:
+    """Device memory that the weights take."""
+    return sum(padded(place.nbytes) for place in places.values())
+
+
+def padded(nbytes: int) -> int:
+    """Kernels read whole 16-byte pieces, and every weight begins aligned."""
+    return -(-nbytes // _WEIGHT_ALIGNMENT) * _WEIGHT_ALIGNMENT
+
+
+def size_text(nbytes: int) -> str:
+    """For people."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,75 @@
+"""`--context auto` of the engine builder: the largest context whose plan fits the GPU's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engines.build import main
+from engines.build_flags import DEFAULT_OPTIONS
+from engines.description import describe
+from engines.engine_manifest import load_engine_manifest
+from engines.errors import ResourceError
+from engines.manifest import load_manifest
+from engines.memory_plan import RESERVE_BYTES, buffers_nbytes, plan_memory
+from engines.planned_engines import fitting_context
+from export.exporter import export_model
+
+Tiny = Callable[[str], Path]
+
+
+def plan(model: Path, context: int):  # type: ignore[no-untyped-def]
+    described = describe(model, context)
+    engines = described.engines["f16"]
+    buffers = buffers_nbytes(engines.options, described.geometry)
+    return plan_memory(engines, engines.engines, described.activations, buffers)
+
+
+@pytest.fixture(scope="module")
+def exported_q4(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto") / "x"
+    export_model(tiny("q4_k_m"), folder, target="tensorrt")
+    return folder
+
+
+def test_the_largest_that_fits(tiny: Tiny, exported_q4: Path) -> None:
+    """What is chosen fits by its own plan, a step more does not; int8 caches leave room for more."""
+    manifest = load_manifest(exported_q4)
+    free = plan(tiny("q4_k_m"), 2048).total + RESERVE_BYTES
+    fits = fitting_context(exported_q4, manifest, DEFAULT_OPTIONS, free)
+    assert fits == 2048
+    assert plan(tiny("q4_k_m"), fits + 1).total + RESERVE_BYTES > free
+    assert fitting_context(exported_q4, manifest, replace(DEFAULT_OPTIONS, kv_cache="int8"), free) >= 3072
+    assert fitting_context(exported_q4, manifest, DEFAULT_OPTIONS, 1 << 40) == manifest.geometry.context_length
+    with pytest.raises(ResourceError, match="needed for all else"):
+        fitting_context(exported_q4, manifest, DEFAULT_OPTIONS, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--context", "most"], "'most'"),
+        (["--context", "-1"], "-1"),
+        (["--gpu-memory", "8"], "--gpu-memory is for --context auto"),
+        (["--context", "auto", "--gpu-memory", "0"], "--gpu-memory 0: wanted GB above 0"),
+        (["--context", "auto", "--gpu-memory", "nan"], "--gpu-memory nan"),
+        (["--context", "auto", "--gpu-memory", "inf"], "--gpu-memory inf"),
+    ],
+)
+def test_wrong_use(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:
+    assert main([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *flags]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1) and says in said.err, said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.trt
+def test_the_command_line(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gigabytes = (plan(tiny("q4_k_m"), 1024).total + RESERVE_BYTES) / 1e9
+    flags = ["-o", str(tmp_path / "x"), "--context", "auto", "--gpu-memory", repr(gigabytes)]
+    assert main([str(tiny("q4_k_m")), *flags]) == 0
+    assert "note: --context auto: 1024 of the model's 4096" in capsys.readouterr().err
+    assert load_engine_manifest(tmp_path / "x").options.context == 1024
