@@ -127,10 +127,10 @@ audit: $(VENV)/.installed-serve  ## Known weaknesses of the installed dependenci
 	$(BIN)/python -m pip_audit --local --skip-editable
 
 FUZZ_SECONDS ?= 600
-fuzz: $(VENV)/.installed-test  ## Damaged model files for FUZZ_SECONDS, with bounds on memory and time.
+fuzz: $(VENV)/.installed-test  ## Damaged model files for FUZZ_SECONDS, with bounds on memory and time; goes on from build/fuzz.
 	$(BIN)/python -m pip install --quiet atheris
-	mkdir -p build
-	$(BIN)/python -m tests.fuzz.gguf -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=1024 -timeout=10 -artifact_prefix=build/
+	mkdir -p build/fuzz
+	$(BIN)/python -m tests.fuzz.gguf build/fuzz -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/
 
 clean:
 	rm -rf $(VENV) build engines/built *.egg-info
