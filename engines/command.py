@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -18,6 +19,10 @@ from engines.errors import NextnError, ResourceError, UsageError
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
+_LONGEST_LINE = 2000
+_WRONG_PATHS = (
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL,
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,10 +57,19 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:  # nobody reads stdout any more
         _discard_stdout()
         code = EXIT_PIPE_CLOSED
-    except OSError as error:  # a full disk under stdout; reading and loading report their own
-        _discard_stdout()
-        code = report(ResourceError(f"the output cannot be written ({error.strerror or error})"))
+    except OSError as error:
+        if error.filename is None:  # a full disk under stdout
+            _discard_stdout()
+            code = report(ResourceError(f"the output cannot be written ({error.strerror or error})"))
+        else:
+            code = report(_of_a_file(error))
     sys.exit(code)
+
+
+def _of_a_file(error: OSError) -> NextnError:
+    """What a path that was given led to where nothing more is known of it."""
+    message = f"{os.fsdecode(error.filename)}: cannot be used ({error.strerror or error})"
+    return UsageError(message) if error.errno in _WRONG_PATHS else ResourceError(message)
 
 
 def report(error: NextnError) -> int:
@@ -65,7 +79,9 @@ def report(error: NextnError) -> int:
 
 
 def printable(text: str) -> str:
-    """In one line, without characters that a terminal would obey."""
+    """In one line, without characters that a terminal would obey; of very long ones the two ends."""
+    if len(text) > _LONGEST_LINE:
+        text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
     return "".join(char if char.isprintable() else " " if char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 

@@ -8,13 +8,12 @@ are NaN. Token, position, slot and row numbers are written to files, as random o
 
 from __future__ import annotations
 
-import argparse
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from engines.command import Parser, report, run_command
 from engines.engine_manifest import Engine, EngineManifest, Profile, load_engine_manifest
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from plugins.load import find_library
@@ -109,7 +108,7 @@ def _write(path: Path, array: np.ndarray) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m engines.trtexec", description="Command lines of trtexec or tensorrt_rtx for built engines."
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="engines with their weights inside")
@@ -117,14 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--plugins", type=Path, metavar="LIB.so", help="the plugin library (default: the one built here)"
     )
-    given = parser.parse_args(arguments)
     try:
+        given = parser.parse_args(arguments)
         print("\n".join(commands(given.folder, given.position, given.plugins)))
     except NextnError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

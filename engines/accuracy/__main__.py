@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.command import Parser, report, run_command
 from engines.errors import NextnError, ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -29,12 +29,10 @@ _MOST_PROMPT, _MOST_DRAFT = 4096, 7
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    given = _parser().parse_args(arguments)
     try:
-        return _run(given)
+        return _run(_parser().parse_args(arguments))
     except NextnError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -160,7 +158,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engines.accuracy", description="Compare the two forms of a model.")
+    parser = Parser(prog="python -m engines.accuracy", description="Compare the two forms of a model.")
     parser.add_argument("model", type=Path, metavar="MODEL.gguf|DIR", help="a model, or a folder that was prepared")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="where to prepare: exports, inputs, scripts")
     parser.add_argument(
@@ -186,4 +184,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

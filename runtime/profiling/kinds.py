@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engines.engine_manifest import Engine, EngineManifest, WeightPlace, pool_size
 from engines.manifest import Geometry
-from runtime.memory_plan import nbytes_of, state_bindings
+from engines.memory_plan import nbytes_of, state_bindings
 
 _SUFFIX = re.compile(r"(_U\d+)?_myl\d+_\d+$")
 _PROFILE = re.compile(r" \[profile \d+\]$")
