@@ -23,7 +23,7 @@ NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
 BIN := $(VENV)/bin
 
 .PHONY: setup demo serve test plugins engines test-gpu lint format export check bench bench-peer accuracy trunk-peer \
-  profile trtexec-cmd audit fuzz clean
+  profile trtexec-cmd audit fuzz soak clean
 
 setup: $(VENV)/.installed
 
@@ -131,6 +131,10 @@ fuzz: $(VENV)/.installed-test  ## Damaged model files for FUZZ_SECONDS, with bou
 	$(BIN)/python -m pip install --quiet atheris
 	mkdir -p build/fuzz
 	$(BIN)/python -m tests.fuzz.gguf build/fuzz -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/
+
+SOAK_SECONDS ?= 180
+soak: $(VENV)/.installed-test  ## Mixed load on the server for SOAK_SECONDS: no leak, no stuck sequence, no wrong text.
+	$(BIN)/python -m tests.soak --seconds $(SOAK_SECONDS)
 
 clean:
 	rm -rf $(VENV) build engines/built *.egg-info

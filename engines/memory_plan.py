@@ -1,8 +1,8 @@
-"""What a pair of engines needs of the GPU's memory, part by part, before any of it is taken."""
+"""What a pair of engines and its sequences need of the GPU's memory, part by part, before any of it is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,37 +11,45 @@ from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptio
 from engines.errors import ResourceError
 from engines.manifest import Geometry
 
-# Beside what is planned, the driver takes memory for code, launches and recorded graphs.
+# Beside what is planned, the driver takes memory for code and launches.
 RESERVE_BYTES = 256 << 20
+# Graphs of some twenty passes: 10.5 MB measured for nine layers (docs/gpu.md).
+_RECORDED_LAYER_BYTES = 1_200_000
 _F32_BYTES = 4
 _WEIGHT_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by part. code: the engines' own constants and kernels. kv_cache: their kind, "f16" or "int8".
-    context: tokens that these hold."""
+    """Bytes by part. kv_caches, states, recorded (passes): of all ``sequences``; so is a part of buffers, hidden rows.
+    code: the engines' own constants and kernels. kv_cache: their kind, "f16" or "int8". context: tokens that these
+    hold."""
 
     weights: int
     kv_caches: int
     states: int
     activations: int
     buffers: int
+    recorded: int
     code: int
     kv_cache: str
     context: int
+    sequences: int = 1
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_caches + self.states + self.activations + self.buffers + self.code
+        held = self.weights + self.kv_caches + self.states + self.activations
+        return held + self.buffers + self.recorded + self.code
 
     def __str__(self) -> str:
+        each = f" of {self.sequences} sequences" if self.sequences > 1 else ""
         parts = (
             ("weights", self.weights),
-            (f"{self.kv_cache} KV caches", self.kv_caches),
-            ("recurrent states", self.states),
+            (f"{self.kv_cache} KV caches{each}", self.kv_caches),
+            (f"recurrent states{each}", self.states),
             ("activations", self.activations),
             ("buffers", self.buffers),
+            (f"recorded passes{each}", self.recorded),
             ("engine code", self.code),
         )
         return f"{size_text(self.total)} ({', '.join(f'{name} {size_text(nbytes)}' for name, nbytes in parts)})"
@@ -51,40 +59,70 @@ class MemoryPlan:
         left = free - RESERVE_BYTES - (self.total - self.kv_caches)
         return max(0, left * self.context // self.kv_caches)
 
+    def fits(self, free: int) -> bool:
+        """Whether ``free`` bytes of GPU memory are enough."""
+        return self.total + RESERVE_BYTES <= free
+
     def check(self, free: int, total: int) -> None:
         """Raise ResourceError when ``free`` of the GPU's ``total`` bytes are not enough."""
-        if self.total + RESERVE_BYTES > free:
+        if not self.fits(free):
             fits = self.largest_context(free)
             smaller = f"build engines with --context {fits} or less" if fits else "use a smaller quantisation"
             smaller_cache = "" if self.kv_cache == "int8" or not fits else " or with --kv-cache int8"
+            fewer = f"serve fewer --sequences than {self.sequences}, " if self.sequences > 1 else ""
             raise ResourceError(
                 f"not enough GPU memory: needs {self}, {size_text(free)} of {size_text(total)} are free; "
-                f"{smaller}{smaller_cache}, or close other programs"
+                f"{fewer}{smaller}{smaller_cache}, or close other programs"
             )
 
 
-def plan_memory(manifest: EngineManifest, roles: Iterable[str], activations: int, buffers: int) -> MemoryPlan:
-    """The plan of the engines ``roles``, which share ``activations`` bytes of scratch."""
+def plan_memory(
+    manifest: EngineManifest, geometry: Geometry, roles: Iterable[str], activations: int, sequences: int = 1
+) -> MemoryPlan:
+    """The plan of the engines ``roles``, which share ``activations`` bytes of scratch and serve ``sequences``."""
     engines = [manifest.engines[role] for role in roles]
     names = {name for engine in engines for name in engine.weights}
     states = [binding for engine in engines for binding in state_bindings(engine)]
     caches = [binding for binding in states if binding.name.endswith(".cache")]
     return MemoryPlan(
         weights=weights_nbytes({name: manifest.weights[name] for name in names}),
-        kv_caches=sum(map(nbytes_of, caches)),
-        states=sum(map(nbytes_of, states)) - sum(map(nbytes_of, caches)),
+        kv_caches=sequences * sum(map(nbytes_of, caches)),
+        states=sequences * (sum(map(nbytes_of, states)) - sum(map(nbytes_of, caches))),
         activations=activations,
-        buffers=buffers,
+        buffers=_shared_nbytes(manifest.options, geometry) + sequences * _rows_nbytes(manifest.options, geometry),
+        recorded=sequences * _num_layers(geometry) * _RECORDED_LAYER_BYTES,
         code=sum(engine.nbytes for engine in engines),
         kv_cache=manifest.options.kv_cache,
         context=manifest.options.context,
+        sequences=sequences,
     )
 
 
-def buffers_nbytes(options: EngineOptions, geometry: Geometry) -> int:
-    """Of hidden rows, prompts' and passes', and of logits: what engines share beside states and scratch."""
-    rows = 3 * options.prefill_chunk + 5 * options.max_rows
+def check_one_more(manifest: EngineManifest, geometry: Geometry, roles: Sequence[str], free: int, total: int) -> None:
+    """Raise ResourceError when ``free`` of the GPU's ``total`` bytes do not hold one more sequence."""
+    two, one = (plan_memory(manifest, geometry, roles, 0, n).total for n in (2, 1))
+    if two - one > free:
+        raise ResourceError(
+            f"not enough GPU memory for one more sequence: needs {size_text(two - one)}, {size_text(free)} of "
+            f"{size_text(total)} are free; serve fewer --sequences, build engines with a smaller --context, or close "
+            "other programs"
+        )
+
+
+def _num_layers(geometry: Geometry) -> int:
+    return len(geometry.gdn_layers) + len(geometry.attention_layers) + (geometry.draft_layer is not None)
+
+
+def _shared_nbytes(options: EngineOptions, geometry: Geometry) -> int:
+    """Of the head's hidden rows and of logits: what sequences share beside scratch."""
+    rows = 3 * options.prefill_chunk + 4 * options.max_rows
     return (rows * geometry.hidden_size + (options.max_rows + 1) * geometry.vocab_size) * _F32_BYTES
+
+
+def _rows_nbytes(options: EngineOptions, geometry: Geometry) -> int:
+    """Of a sequence's hidden rows: of its last passes, and those put aside for the head, by powers of two."""
+    rows = options.prefill_chunk + options.max_rows
+    return (rows + (1 << (rows - 1).bit_length())) * geometry.hidden_size * _F32_BYTES
 
 
 def state_bindings(engine: Engine) -> list[Binding]:

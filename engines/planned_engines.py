@@ -9,7 +9,7 @@ from pathlib import Path
 from engines.engine_manifest import Engine, EngineManifest, EngineOptions, Profile, pool_size
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Geometry, Manifest
-from engines.memory_plan import buffers_nbytes, plan_memory, size_text
+from engines.memory_plan import plan_memory, size_text
 from engines.network import bindings, fix_sizes, load_graph
 from engines.weight_places import weight_places
 from export.int8_caches import with_int8_caches
@@ -59,7 +59,7 @@ def fitting_context(folder: Path, manifest: Manifest, options: EngineOptions, fr
     }
     activations = planned_activations(forms, manifest.geometry, options.prefill_chunk)
     engines = planned_engines(forms, manifest.geometry, options)
-    plan = plan_memory(engines, forms, activations, buffers_nbytes(options, manifest.geometry))
+    plan = plan_memory(engines, manifest.geometry, forms, activations)
     fits = min(limit, plan.largest_context(free_bytes))
     if _CONTEXT_STEP < fits < limit:
         fits = fits // _CONTEXT_STEP * _CONTEXT_STEP

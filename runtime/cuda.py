@@ -125,7 +125,6 @@ class Stream:
     def __init__(self) -> None:
         self._stream = _call("cudaStreamCreateWithFlags", _NON_BLOCKING)
         self.handle = int(self._stream)
-        self._graphs: dict[Hashable, Graph] = {}
         self._capturing = False
         weakref.finalize(self, _api().cudaStreamDestroy, self._stream)
 
@@ -135,8 +134,8 @@ class Stream:
     def to_device(self, address: int, source: PinnedBuffer, nbytes: int, offset: int = 0) -> None:
         self._copy(address, source.address + offset, nbytes, _HOST_TO_DEVICE)
 
-    def to_host(self, target: PinnedBuffer, address: int, nbytes: int) -> None:
-        self._copy(target.address, address, nbytes, _DEVICE_TO_HOST)
+    def to_host(self, target: PinnedBuffer, address: int, nbytes: int, offset: int = 0) -> None:
+        self._copy(target.address + offset, address, nbytes, _DEVICE_TO_HOST)
 
     def on_device(self, address: int, source: int, nbytes: int) -> None:
         self._copy(address, source, nbytes, _DEVICE_TO_DEVICE)
@@ -162,23 +161,6 @@ class Stream:
     def record(self, event: Event) -> None:
         _call("cudaEventRecordWithFlags", event.handle, self._stream, _RECORD_EXTERNAL if self._capturing else 0)
 
-    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Queue ``work``; recorded under ``key`` the first time, so it must queue the same work every time."""
-        if key not in self._graphs:
-            self._graphs[key] = self.capture(work)
-        self.launch(self._graphs[key])
-
-    def time_replays(self, key: Hashable, work: Callable[[], None], repeats: int) -> list[float]:
-        """Milliseconds of each of ``repeats`` replays in a row, after one more that keeps the device busy meanwhile."""
-        events = [Event() for _ in range(repeats + 1)]
-        self.replay(key, work)
-        self.record(events[0])
-        for event in events[1:]:
-            self.replay(key, work)
-            self.record(event)
-        self.synchronize()
-        return [later.ms_since(earlier) for earlier, later in itertools.pairwise(events)]
-
     def capture(self, work: Callable[[], None]) -> Graph:
         """What ``work`` queues, recorded instead of done."""
         _call("cudaStreamBeginCapture", self._stream, _kind("cudaStreamCaptureMode", _RELAXED_CAPTURE))
@@ -197,6 +179,31 @@ class Stream:
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
         _call("cudaMemcpyAsync", target, source, nbytes, _kind("cudaMemcpyKind", kind), self._stream)
+
+
+class Recorder:
+    """Work on a stream that is recorded when it is first done, and repeated from then on."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def replay(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Queue ``work``; recorded under ``key`` the first time, so it must queue the same work every time."""
+        if key not in self._graphs:
+            self._graphs[key] = self._stream.capture(work)
+        self._stream.launch(self._graphs[key])
+
+    def time_replays(self, key: Hashable, work: Callable[[], None], repeats: int) -> list[float]:
+        """Milliseconds of each of ``repeats`` replays in a row, after one more that keeps the device busy meanwhile."""
+        events = [Event() for _ in range(repeats + 1)]
+        self.replay(key, work)
+        self._stream.record(events[0])
+        for event in events[1:]:
+            self.replay(key, work)
+            self._stream.record(event)
+        self._stream.synchronize()
+        return [later.ms_since(earlier) for earlier, later in itertools.pairwise(events)]
 
 
 def _node_kinds(graph: Any) -> list[int]:

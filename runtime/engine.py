@@ -20,6 +20,8 @@ import numpy as np
 
 from engines.errors import NumericError
 
+SEQUENCES_DEFAULT = 4
+
 # (logits [R, V] float32, positions [R] of the tokens being chosen) -> token ids [R]. The positions of a call follow
 # each other. A choice may depend on the tokens before it: those of the rows before it in the same call, and
 # before these what the calls before chose for the positions below the first.
@@ -152,9 +154,15 @@ class SharedTrunk(TrunkEngine, Protocol):
     """A trunk whose weights serve several sequences.
 
     One thread makes the passes of all its sequences, in any order: what a pass returned (hidden rows too) stays valid
-    until the next pass of the same sequence. State that was loaded and then extended is bit-equal to that of a sequence
-    that took all its tokens itself.
+    until the next pass of the same sequence. State that was loaded and then extended is bit-equal to that of a
+    sequence that took all its tokens itself: wherever it was saved, or, unless ``resumes_anywhere``, if both took the
+    same passes up to there (`runtime.prompt_passes`).
+
+    num_sequences: so many were planned for; one more may not find memory.
     """
+
+    num_sequences: int
+    resumes_anywhere: bool
 
     def another(self) -> SharedTrunk:
         """A trunk for one more sequence, as after `start`. Raises ResourceError when there is no memory for it."""

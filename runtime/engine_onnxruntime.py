@@ -18,15 +18,23 @@ import onnxruntime as ort
 from engines.errors import NumericError
 from engines.manifest import Geometry, Manifest
 from runtime.draft_tokens import load_draft_tokens
-from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState
+from runtime.engine import NO_CHOICE, SEQUENCES_DEFAULT, Pass, Sampler, SavedState
 from runtime.onnx_draft import OnnxDraftEngine
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, check_version, load_session, run_session
 
 
 def open_engines(
-    folder: Path, manifest: Manifest, *, context_size: int, threads: int = 0, max_rows: int = 4, draft: bool = True
+    folder: Path,
+    manifest: Manifest,
+    *,
+    context_size: int,
+    threads: int = 0,
+    max_rows: int = 4,
+    draft: bool = True,
+    num_sequences: int = 1,
 ) -> tuple[OnnxTrunkEngine, OnnxDraftEngine | None]:
-    """Load an exported folder. threads 0: one per core. max_rows: draft_n of the longest round + 1.
+    """Load an exported folder. threads 0: one per core. max_rows: draft_n of the longest round + 1. num_sequences: to
+    be served, 0: SEQUENCES_DEFAULT; memory is taken as they come and grow.
 
     Raises EngineError (ONNX Runtime too old, damaged export) or ResourceError (memory)."""
     check_version(ort.__version__)
@@ -34,6 +42,7 @@ def open_engines(
     trunk_session = load_session(manifest.file(folder, "trunk"), threads)
     replay_session = load_session(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
     trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
+    trunk.num_sequences = num_sequences or SEQUENCES_DEFAULT
     if not draft or not manifest.has_draft:
         return trunk, None
     session = load_session(manifest.file(folder, "draft"), threads)
@@ -44,6 +53,8 @@ class OnnxTrunkEngine:
     """The trunk of one sequence (see `runtime.engine.SharedTrunk`). ``logits``: of the last pass, [rows, V] f32."""
 
     prefill_chunk = PREFILL_CHUNK
+    num_sequences = 1
+    resumes_anywhere = True
 
     def __init__(
         self,

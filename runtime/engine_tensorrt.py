@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,25 +12,36 @@ from tqdm import tqdm
 from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry, Manifest
-from engines.memory_plan import MemoryPlan, buffers_nbytes, nbytes_of, plan_memory, state_bindings
+from engines.memory_plan import MemoryPlan, plan_memory
 from plugins.load import find_library, library_digest, load_plugins, tensorrt
 from runtime import cuda
 from runtime.control_block import ControlBlock
 from runtime.device_weights import DeviceWeights
 from runtime.draft_tokens import DraftTokens, load_draft_tokens
-from runtime.engine import EngineLimits
-from runtime.tensorrt_draft import TensorrtDraft
+from runtime.engine import SEQUENCES_DEFAULT, EngineLimits
+from runtime.host_copies import HostCopies
+from runtime.tensorrt_draft import DraftBuffers, TensorrtDraft
 from runtime.tensorrt_session import EngineLoader, EngineSession
 from runtime.tensorrt_trunk import Shared, TensorrtTrunk
 from runtime.token_choice import TokenChoice
 
 _ROW_NUMBERS = 64
+_F32_BYTES = 4
 
 
 def open_engines(
-    folder: Path, manifest: Manifest, *, context_size: int, threads: int = 0, max_rows: int = 4, draft: bool = True
+    folder: Path,
+    manifest: Manifest,
+    *,
+    context_size: int,
+    threads: int = 0,
+    max_rows: int = 4,
+    draft: bool = True,
+    num_sequences: int = 1,
 ) -> tuple[TensorrtTrunk, TensorrtDraft | None]:
     """Load an exported folder with its engines. max_rows: draft_n of the longest round + 1; threads: not used.
+    num_sequences: whose memory is planned for, though that of the first alone is taken here; 0: as many as there is
+    memory for, up to SEQUENCES_DEFAULT.
 
     Raises EngineError (driver, GPU, engines or plugins missing, or not fitting each other), UsageError (sizes beyond
     the engines'), ResourceError (memory)."""
@@ -44,8 +56,7 @@ def open_engines(
     draft_tokens = _draft_tokens(folder, engines, manifest) if "draft" in roles else DraftTokens(0)
     choice = TokenChoice(library, device, stream, engines.options.max_rows)
     sessions = {role: EngineSession(loader, folder, engines, role, stream) for role in roles}
-    plan = memory_plan(engines, manifest.geometry, sessions)
-    plan.check(*cuda.free_and_total_bytes())
+    plan = _plan(engines, manifest.geometry, sessions, num_sequences)
 
     shared = Shared(
         stream=stream,
@@ -53,21 +64,21 @@ def open_engines(
         choice=choice,
         geometry=manifest.geometry,
         manifest=engines,
-        states={
-            binding.name: cuda.DeviceBuffer(nbytes_of(binding))
-            for role in roles
-            for binding in state_bindings(engines.engines[role])
-        },
+        logits=cuda.DeviceBuffer(engines.options.max_rows * manifest.geometry.vocab_size * _F32_BYTES),
         row_numbers=stream.upload(np.arange(_ROW_NUMBERS, dtype=np.int32)),
+        host=HostCopies(stream),
+        plan=plan,
     )
     weights = _upload(folder, engines, roles, stream)
-    trunk = TensorrtTrunk(sessions["trunk"], shared, context_size, max_rows, plan)
-    head = TensorrtDraft(sessions["draft"], shared, draft_tokens) if "draft" in roles else None
+    memory = shared.sequence_memory(roles)
+    trunk = TensorrtTrunk(sessions["trunk"], shared, memory, context_size, max_rows)
+    head = None
+    if "draft" in roles:
+        head = TensorrtDraft(sessions["draft"], shared, memory, DraftBuffers(shared, draft_tokens))
     scratch = cuda.DeviceBuffer(plan.activations)
     for role, engine in (("trunk", trunk), ("draft", head)):
         if engine is not None:
-            state = {name: buffer.address for name, buffer in shared.states.items()}
-            sessions[role].bind({**weights.addresses, **state, **engine.fixed_addresses()}, scratch, weights)
+            sessions[role].bind({**weights.addresses, **engine.fixed_addresses()}, scratch, weights)
             engine.warm_up()
     return trunk, head
 
@@ -78,10 +89,17 @@ def engine_limits(folder: Path) -> EngineLimits:
     return EngineLimits(context=options.context, draft_n=options.max_rows - 1)
 
 
-def memory_plan(engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession]) -> MemoryPlan:
-    """What opened sessions will need, before it is taken."""
+def _plan(
+    engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession], num_sequences: int
+) -> MemoryPlan:
+    """What opened sessions will need, before it is taken. num_sequences: as in `open_engines`. Raises ResourceError."""
     activations = max(session.activation_nbytes for session in sessions.values())
-    return plan_memory(engines, sessions, activations, buffers_nbytes(engines.options, geometry))
+    numbers: Sequence[int] = [num_sequences] if num_sequences else range(SEQUENCES_DEFAULT, 0, -1)
+    plans = [plan_memory(engines, geometry, sessions, activations, number) for number in numbers]
+    free, total = cuda.free_and_total_bytes()
+    plan = next((plan for plan in plans if plan.fits(free)), plans[-1])
+    plan.check(free, total)
+    return plan
 
 
 def _check_sizes(folder: Path, engines: EngineManifest, context_size: int, max_rows: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry
-from engines.memory_plan import RESERVE_BYTES, MemoryPlan, buffers_nbytes, plan_memory
+from engines.memory_plan import MemoryPlan, plan_memory
 from engines.planned_model import PlannedModel
 from runtime.command_line import Parser, run_command
 from runtime.cuda import free_and_total_bytes, open_device
@@ -71,10 +71,7 @@ def _cards(options: argparse.Namespace) -> tuple[list[Card], str]:
 
 def _report(planned: PlannedModel, cards: list[Card], note: str) -> dict[str, Any]:
     engines, geometry = planned.engines, planned.geometry
-    plans = {
-        kind: plan_memory(each, each.engines, planned.activations, buffers_nbytes(each.options, geometry))
-        for kind, each in engines.items()
-    }
+    plans = {kind: plan_memory(each, geometry, each.engines, planned.activations) for kind, each in engines.items()}
     context = planned.context
     roofline: dict[str, Any] = {"note": note, "draft_n": DRAFT_N_DEFAULT, "cards": []}
     if engines:
@@ -98,7 +95,7 @@ def _report(planned: PlannedModel, cards: list[Card], note: str) -> dict[str, An
 
 
 def _fits(plan: MemoryPlan, card: Card) -> bool | None:
-    return plan.total + RESERVE_BYTES <= card.gigabytes * _GIGABYTE if card.gigabytes else None
+    return plan.fits(int(card.gigabytes * _GIGABYTE)) if card.gigabytes else None
 
 
 def _cpu_memory(facts: dict[str, Any], geometry: Geometry, context: int) -> dict[str, int]:

@@ -24,7 +24,6 @@ from runtime.session import Session
 from runtime.spec_stats import SpecStats
 from runtime.speculative import Generation, PrefixStore, token_budget
 
-SEQUENCES_DEFAULT = 4
 QUEUE_DEFAULT = 32
 
 _log = logging.getLogger("runtime.scheduler")
@@ -93,8 +92,8 @@ class Scheduler:
         prefixes: PrefixStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """num_sequences: resident at once; 0: as many as the backend can, up to SEQUENCES_DEFAULT. prefixes: needs
-        engines whose state can be saved. Raises UsageError, ResourceError."""
+        """num_sequences: resident at once; 0: as many as the session was opened for. prefixes: needs engines whose
+        state can be saved. Raises UsageError, ResourceError."""
         self._session, self._prefixes, self._clock = session, prefixes, clock
         self._slots = _make_slots(session, num_sequences)
         self._queue_limit = queue_limit
@@ -215,6 +214,7 @@ class Scheduler:
                 stats=job.stats,
                 prefixes=self._prefixes,
                 save_at=job.save_at,
+                message_ends=self._session.tokenizer.end_token_ids,
             )
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(slot, job, "error", error)
@@ -258,7 +258,7 @@ def _end(job: Job, reason: str, error: Exception | None) -> None:
 def _make_slots(session: Session, wanted: int) -> list[_Slot]:
     trunk, draft = session.trunk, session.draft
     shared = isinstance(trunk, SharedTrunk) and (draft is None or isinstance(draft, SharedDraft))
-    num = wanted or (SEQUENCES_DEFAULT if shared else 1)
+    num = wanted or (trunk.num_sequences if isinstance(trunk, SharedTrunk) and shared else 1)
     if num > 1 and not shared:
         raise UsageError(f"{num} sequences at once: the {session.backend} backend holds one")
     slots = [_Slot(trunk, draft, copy.deepcopy(session.controller))]

@@ -29,7 +29,6 @@ from runtime.command_line import (
     sampling_params,
     session_of,
 )
-from runtime.scheduler import SEQUENCES_DEFAULT
 from runtime.session import Session
 
 if TYPE_CHECKING:
@@ -50,32 +49,28 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     listening = _bind(options.host, options.port)  # before a long export
 
-    import uvicorn
-
     from runtime.server.app import create_app
-    from runtime.server.security import HEADER_BYTES_MAX, Limits
+    from runtime.server.connections import ConnectionLimits, allowed, web_server
+    from runtime.server.security import Limits
     from runtime.server.service import Service
 
     session = session_to_serve(options)
     service = Service(session, service_options(options))
     limits = Limits(body_bytes=options.max_body * MIB, api_key=api_key, hosts=answered_hosts(options))
     app = create_app(service, limits)
-    print(f"listening on {_address(listening)}, model {service.model}, drafting {session.spec_type}", file=sys.stderr)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        http="h11",
-        h11_max_incomplete_event_size=HEADER_BYTES_MAX,
-        timeout_graceful_shutdown=options.grace,
-        server_header=False,
-    )
+    plan = getattr(session.trunk, "plan", None)
+    if plan is not None:
+        print(f"GPU memory: {plan}", file=sys.stderr)
+    what = f"model {service.model}, drafting {session.spec_type} ({service.scheduler.num_slots} at once)"
+    print(f"listening on {_address(listening)}, {what}", file=sys.stderr)
+    connections = ConnectionLimits(count=allowed(options.max_connections))
     with contextlib.suppress(Terminated):  # raised once more when all is done
-        uvicorn.Server(config).run(sockets=[listening])
+        web_server(app, connections, options.grace).run(sockets=[listening])
     return 0
 
 
 def session_to_serve(options: argparse.Namespace) -> Session:
-    return session_of(options, options.sequences or SEQUENCES_DEFAULT, options.cache_ram * MIB)
+    return session_of(options, options.sequences, options.cache_ram * MIB)
 
 
 def service_options(options: argparse.Namespace) -> ServiceOptions:
@@ -110,7 +105,7 @@ def server_parser(module: str, description: str) -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="replies at once, each with its own state (default: 4)",
+        help="replies at once, each with its own state (default: 4, on a GPU what it has memory for)",
     )
     group.add_argument(
         "--queue", type=int, default=32, metavar="N", help="requests that may wait; more get 503 (default: %(default)s)"
@@ -122,6 +117,9 @@ def server_parser(module: str, description: str) -> argparse.ArgumentParser:
         "--cache-ram", type=int, default=1024, metavar="MIB", help="for state of earlier prompts (default: %(default)s)"
     )
     group.add_argument("--max-body", type=int, default=16, metavar="MIB", help="largest request (default: %(default)s)")
+    group.add_argument(
+        "--max-connections", type=int, default=1024, metavar="N", help="of clients; more get 503 (default: %(default)s)"
+    )
     group.add_argument(
         "--grace",
         type=int,
@@ -146,7 +144,14 @@ def server_parser(module: str, description: str) -> argparse.ArgumentParser:
 def check_options(options: argparse.Namespace) -> None:
     """Raises UsageError for numbers out of their range."""
     sampling_params(options)  # for its checks
-    bounds = {"port": 65535, "sequences": 256, "queue": 10**6, "cache_ram": 1 << 24, "max_body": 1 << 12}
+    bounds = {
+        "port": 65535,
+        "sequences": 256,
+        "queue": 10**6,
+        "cache_ram": 1 << 24,
+        "max_body": 1 << 12,
+        "max_connections": 1 << 20,
+    }
     for name, most in bounds.items():
         if not 0 <= getattr(options, name) <= most:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted 0 to {most}")

@@ -17,8 +17,8 @@ from typing import Any
 from engines.errors import ResourceError, UsageError
 from engines.manifest import load_manifest
 from runtime.command_line import run_command
+from runtime.engine import SEQUENCES_DEFAULT
 from runtime.model_cache import exported_folder
-from runtime.scheduler import SEQUENCES_DEFAULT
 from runtime.serve import MIB, answered_hosts, check_options, key_of, server_parser
 from runtime.session import SpecOptions
 
@@ -65,7 +65,7 @@ def application(options: argparse.Namespace) -> Any:
     from runtime.replicas.replica import Replica
     from runtime.server.security import Limits
 
-    at_once = options.sequences or (1 if _on_gpu(options) else SEQUENCES_DEFAULT)
+    at_once = options.sequences or SEQUENCES_DEFAULT
     replicas = _num_replicas(options)
     scale: dict[str, Any] = {"num_replicas": replicas}
     if options.max_replicas > replicas:

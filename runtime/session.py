@@ -12,7 +12,7 @@ from typing import Protocol
 from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
 from runtime.controller import AdaptiveDraft, Controller, FixedDraft
-from runtime.engine import DraftEngine, EngineLimits, Sampler, TrunkEngine
+from runtime.engine import SEQUENCES_DEFAULT, DraftEngine, EngineLimits, Sampler, TrunkEngine
 from runtime.host_memory import available_bytes
 from runtime.pass_costs import measure_pass_costs
 from runtime.sampling import ParamsSampler, SamplingParams
@@ -27,7 +27,15 @@ DRAFT_N_LIMIT = 64  # each draft asks for one more row of every buffer
 
 class _OpenEngines(Protocol):
     def __call__(
-        self, folder: Path, manifest: Manifest, *, context_size: int, threads: int, max_rows: int, draft: bool
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        context_size: int,
+        threads: int,
+        max_rows: int,
+        draft: bool,
+        num_sequences: int,
     ) -> tuple[TrunkEngine, DraftEngine | None]: ...
 
 
@@ -93,6 +101,7 @@ class Session:
             context_size=self.context_size,
             stats=stats,
             cancelled=cancelled,
+            message_ends=self.tokenizer.end_token_ids,
         )
 
 
@@ -110,7 +119,8 @@ def open_session(
 
     context_size: tokens that prompt and text together may have; 0: what model and engines hold; None: as many of these
     as there is memory for, when ``sequences`` run at once and ``kept_bytes`` are taken for something else. threads 0:
-    one per core. Raises UsageError, ResourceError, or EngineError when the folder or the backend is not usable.
+    one per core. sequences 0: SEQUENCES_DEFAULT, or as many of these as a GPU has memory for. Raises UsageError,
+    ResourceError, or EngineError when the folder or the backend is not usable.
     """
     spec = spec or SpecOptions()
     spec.validate()
@@ -126,7 +136,7 @@ def open_session(
     limits = limits_of(folder)
     draft = spec.wants_draft and manifest.has_draft
     if chosen == "onnxruntime":
-        context_size = _context_in_memory(manifest, context_size, draft, sequences, kept_bytes)
+        context_size = _context_in_memory(manifest, context_size, draft, sequences or SEQUENCES_DEFAULT, kept_bytes)
     context_size = context_size or int(min(limits.context, manifest.geometry.context_length))
     draft_n_max = spec.draft_n_max if spec.wants_draft else 0
     if spec.spec_type == "auto":  # at most as many as asked for
@@ -138,6 +148,7 @@ def open_session(
         threads=threads,
         max_rows=draft_n_max + 1,
         draft=draft,
+        num_sequences=sequences,
     )
     controller: Controller = FixedDraft(draft_n_max)
     if spec.spec_type == "auto" and head is not None:

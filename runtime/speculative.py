@@ -16,8 +16,9 @@ import numpy as np
 
 from engines.errors import UsageError
 from runtime.controller import Controller, Round
-from runtime.engine import NO_CHOICE, DraftEngine, Sampler, TrunkEngine
+from runtime.engine import NO_CHOICE, DraftEngine, Sampler, SharedTrunk, TrunkEngine
 from runtime.head_queue import HeadQueue
+from runtime.prompt_passes import fixed_pass_ends, last_at_or_before
 from runtime.spec_stats import SpecStats as SpecStats
 
 MAX_TOKENS_UNLIMITED = -1
@@ -66,9 +67,11 @@ class Generation:
         draft_sampler: Sampler | None = None,
         prefixes: PrefixStore | None = None,
         save_at: Collection[int] = (),
+        message_ends: Collection[int] = (),
     ) -> None:
         """See `generate`. draft_sampler: the head's, if it is another. save_at: lengths at which the prompt's state is
-        saved to ``prefixes``. Raises UsageError for what cannot be served, and what engines raise."""
+        saved to ``prefixes``, or somewhat before where engines cannot resume just anywhere. Raises UsageError for what
+        cannot be served, and what engines raise."""
         self._budget = token_budget(len(prompt), max_tokens, context_size)
         self._trunk, self._draft, self._controller = trunk, draft, controller
         self._ends, self._stats, self._clock = end_token_ids, stats, clock
@@ -84,7 +87,12 @@ class Generation:
             if position:
                 self._head.resume(prompt[position], hidden)
                 stats.cache_n = position
-        self._pauses = sorted({at for at in save_at if position < at < len(prompt)} | {len(prompt)})
+        self._anywhere = not isinstance(trunk, SharedTrunk) or trunk.resumes_anywhere
+        ends: Collection[int] = save_at
+        if not self._anywhere:
+            ends = fixed_pass_ends(prompt, trunk.prefill_chunk, message_ends)
+            save_at = last_at_or_before(ends, save_at)
+        self._pauses = sorted({at for at in ends if position < at < len(prompt)} | {len(prompt)})
         self._position = position  # of the prompt; the trunk's while it is read
         self._saves = frozenset(save_at) if prefixes is not None else frozenset()
 
@@ -101,8 +109,9 @@ class Generation:
         return self._emit(*self._round())
 
     def save(self) -> None:
-        """Keep the state reached, once the prompt is read, for sequences that begin alike."""
-        if self._prefixes is None or self._position < self._num_prompt:
+        """Keep the state reached, once the prompt is read, for sequences that begin alike; where engines can resume at
+        prompts' passes alone, nothing is done."""
+        if self._prefixes is None or self._position < self._num_prompt or not self._anywhere:
             return
         self._save_level()
 
@@ -170,12 +179,14 @@ def generate(
     stats: SpecStats,
     cancelled: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
+    message_ends: Collection[int] = (),
 ) -> Generator[int, None, None]:
     """Yield the tokens that follow ``prompt``, block by block.
 
     prompt: 1..context_size ids. max_tokens: at most so many (-1: until the context is full: prompt and text together
     hold context_size tokens). end_token_ids: the text ends before the first of them. draft: None decodes plainly.
-    stats: a fresh SpecStats. cancelled: asked between passes. clock: seconds.
+    stats: a fresh SpecStats. cancelled: asked between passes. clock: seconds. message_ends: tokens that end a message
+    in ``prompt`` (`runtime.prompt_passes`).
 
     Whenever it ends after the prompt pass, the trunk has committed the prompt and all chosen tokens but the last.
     Raises UsageError for what cannot be served (at the first token), and what engines and sampler raise.
@@ -191,6 +202,7 @@ def generate(
         context_size=context_size,
         stats=stats,
         clock=clock,
+        message_ends=message_ends,
     )
     while not cancelled():
         block = generation.step()

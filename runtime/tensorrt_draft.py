@@ -11,7 +11,8 @@ from runtime.control_block import MAX_STEPS
 from runtime.cuda import DeviceBuffer, Event
 from runtime.device_rows import DeviceRows, RowPool
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import NO_CHOICE, DraftedPass, Sampler
+from runtime.engine import NO_CHOICE, DraftedPass, Sampler, SavedState
+from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
 from runtime.tensorrt_trunk import GREEDY, Shared, TensorrtTrunk
 from runtime.token_choice import device_params, sampling_bytes
@@ -19,31 +20,48 @@ from runtime.token_choice import device_params, sampling_bytes
 _F32_BYTES = 4
 
 
-class TensorrtDraft:
-    """The NextN head of one sequence (see `runtime.engine.DraftEngine`). Its own KV cache; rows come from the trunk."""
+class DraftBuffers:
+    """What the heads of all sequences share: nothing in here outlives a call, but rows of ``pool``."""
 
-    def __init__(self, session: EngineSession, shared: Shared, tokens: DraftTokens) -> None:
-        self.prefill_chunk = shared.manifest.options.prefill_chunk
-        self._session, self._shared = session, shared
-        geometry = shared.geometry
-        self._num_rows = shared.manifest.options.max_rows  # of the decode profile
-        row_nbytes = geometry.hidden_size * _F32_BYTES
-        self._row_nbytes = row_nbytes
-        self._tokens = tokens
-        self._logits = DeviceBuffer(tokens.count * _F32_BYTES)
-        self._ids = None if tokens.ids is None else shared.stream.upload(tokens.ids)
+    def __init__(self, shared: Shared, tokens: DraftTokens) -> None:
+        options, width = shared.manifest.options, shared.geometry.hidden_size
+        self.tokens = tokens
+        self.logits = DeviceBuffer(tokens.count * _F32_BYTES)
+        self.ids = None if tokens.ids is None else shared.stream.upload(tokens.ids)
         # A step reads the last row that the step before wrote, so they take turns.
-        self._hidden_out = [DeviceBuffer(self.prefill_chunk * row_nbytes), DeviceBuffer(row_nbytes)]
-        taken = DeviceBuffer(self._num_rows * row_nbytes)
-        self._taken = DeviceRows(taken.address, self._num_rows, geometry.hidden_size, taken)
-        self._pool = RowPool(shared.stream, geometry.hidden_size)
-        self._events = Event(), Event(), Event()
-        self._num_logits = 0
+        self.hidden_out = [DeviceBuffer(n * width * _F32_BYTES) for n in (options.prefill_chunk, 1)]
+        taken = DeviceBuffer(options.max_rows * width * _F32_BYTES)
+        self.taken = DeviceRows(taken.address, options.max_rows, width, taken)
+        self.pool = RowPool(shared.stream, width)
+        self.events = Event(), Event(), Event()
+
+
+class TensorrtDraft:
+    """The NextN head of one sequence (see `runtime.engine.SharedDraft`). Its own KV cache; rows come from the trunk."""
+
+    def __init__(self, session: EngineSession, shared: Shared, memory: SequenceMemory, buffers: DraftBuffers) -> None:
+        self.prefill_chunk = shared.manifest.options.prefill_chunk
+        self._session, self._shared, self._memory, self._buffers = session, shared, memory, buffers
+        self._num_rows = shared.manifest.options.max_rows  # of the decode profile
+        self._row_nbytes = shared.geometry.hidden_size * _F32_BYTES
+        self._tokens, self._taken, self._pool = buffers.tokens, buffers.taken, buffers.pool
+        self._sampling = np.frombuffer(sampling_bytes(GREEDY.params), np.uint8)
+        self._num_logits = self._position = 0
         self.start(GREEDY)
 
+    def another(self, trunk: TensorrtTrunk) -> TensorrtDraft:
+        return TensorrtDraft(self._session, self._shared, trunk.memory, self._buffers)
+
+    def save_rows(self, first: int) -> SavedState:
+        return self._memory.save_rows("draft", first, self._position)
+
+    def load(self, rows: Sequence[SavedState]) -> None:
+        assert not self._position, self._position
+        self._position = self._memory.load_rows("draft", rows)
+
     def fixed_addresses(self) -> dict[str, int]:
-        """What `EngineSession.bind` is to be told beside weights and state."""
-        return {"logits": self._logits.address}
+        """What `EngineSession.bind` is to be told beside weights."""
+        return {"logits": self._buffers.logits.address}
 
     @property
     def position(self) -> int:
@@ -51,16 +69,17 @@ class TensorrtDraft:
 
     @property
     def logits(self) -> np.ndarray:
-        """Of the last step, [1, V] f32, copied to the host; -inf where the head cannot tell."""
+        """Of the last step, [1, V] f32, copied to the host; -inf where the head cannot tell. Not after a step of
+        another sequence's head."""
         shape = (self._num_logits, self._tokens.count)
-        return self._tokens.whole_rows(self._shared.stream.read(self._logits.address, shape, np.float32))
+        return self._tokens.whole_rows(self._shared.stream.read(self._buffers.logits.address, shape, np.float32))
 
     def start(self, sampler: Sampler) -> None:
         self._sampler, self._position, self._num_logits = sampler, 0, 0
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
-            self._shared.control.draft_sampling[:] = np.frombuffer(sampling_bytes(params), np.uint8)
+            self._sampling = np.frombuffer(sampling_bytes(params), np.uint8)
 
     def prefill(self, tokens: Sequence[int], hidden: DeviceRows) -> None:
         count = len(tokens)
@@ -79,7 +98,7 @@ class TensorrtDraft:
         count = len(tokens)
         self._write(tokens)
         self._shared.stream.on_device(self._taken.address, hidden.address, hidden.nbytes)
-        self._shared.stream.replay(("draft", count, n), lambda: self._whole_draft(count, n))
+        self._memory.recorder.replay(("draft", count, n), lambda: self._whole_draft(count, n))
         self._shared.stream.synchronize()
         return self._finish_draft(count, n)
 
@@ -89,6 +108,7 @@ class TensorrtDraft:
         """`draft`, and the trunk's verify pass of the last token and the drafts, in one recorded graph.
 
         None: not possible, because a sampler needs the host."""
+        assert trunk.memory is self._memory
         if not (self._on_device and trunk.chooses_on_device):
             return None
         tokens, hidden = self._shortened(tokens, hidden)
@@ -99,11 +119,11 @@ class TensorrtDraft:
         rows = trunk.hidden_rows
         if hidden.address != rows.address:
             self._shared.stream.on_device(rows.address, hidden.address, hidden.nbytes)
-        self._shared.stream.replay(("round", count, n), lambda: self._whole_round(trunk, count, n))
+        self._memory.recorder.replay(("round", count, n), lambda: self._whole_round(trunk, count, n))
         self._shared.stream.synchronize()
         drafts = self._finish_draft(count, n)
         result = trunk.finish_verify(n + 1)
-        began, drafted, ended = self._events
+        began, drafted, ended = self._buffers.events
         share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
         return DraftedPass(drafts, result, share)
 
@@ -120,7 +140,7 @@ class TensorrtDraft:
         self.start(GREEDY)
         self._write([0])
         self._shared.stream.clear(self._taken.address, self._row_nbytes)
-        times = self._shared.stream.time_replays(("draft", 1, n), lambda: self._whole_draft(1, n), repeats)
+        times = self._memory.recorder.time_replays(("draft", 1, n), lambda: self._whole_draft(1, n), repeats)
         self.start(GREEDY)
         return times
 
@@ -142,6 +162,7 @@ class TensorrtDraft:
     def _write(self, tokens: Sequence[int]) -> None:
         """Rows for the next step, and the positions of the steps after it."""
         control, count = self._shared.control, len(tokens)
+        control.draft_sampling[:] = self._sampling
         control.draft_tokens[:count] = tokens
         control.draft_row[0] = count - 1
         control.draft_positions[0] = self._position
@@ -153,7 +174,7 @@ class TensorrtDraft:
         self._shared.control.fetch()
 
     def _whole_round(self, trunk: TensorrtTrunk, count: int, n: int) -> None:
-        stream, (began, drafted, ended) = self._shared.stream, self._events
+        stream, (began, drafted, ended) = self._shared.stream, self._buffers.events
         self._shared.control.send()
         stream.record(began)
         self._steps(count, n, trunk.hidden_rows.address)
@@ -166,19 +187,17 @@ class TensorrtDraft:
         """Queue n chained steps, the first over ``count`` rows; draft i becomes token i of the verify pass."""
         assert 1 <= n <= MAX_STEPS, n
         control, tokens = self._shared.control, self._shared.control.at("draft_tokens")
-        ids = self._ids.address if self._ids else 0
+        logits, ids = self._buffers.logits.address, self._buffers.ids.address if self._buffers.ids else 0
         for step in range(n):
             hidden = self._step(step, count, tokens, hidden)
             tokens = control.at_token(step + 1)
             sampling, position = control.at("draft_sampling"), control.at_draft_position(step)
-            self._shared.choice.enqueue(
-                self._logits.address, 1, self._tokens.count, sampling, position, count, tokens, ids
-            )
+            self._shared.choice.enqueue(logits, 1, self._tokens.count, sampling, position, count, tokens, ids)
             count = 1
 
     def _step(self, step: int, count: int, tokens: int, hidden: int) -> int:
         """Queue one pass; address of its last row's hidden."""
-        control, out = self._shared.control, self._hidden_out[step % 2].address
+        control, out = self._shared.control, self._buffers.hidden_out[step % 2].address
         addresses = {
             "tokens": tokens,
             "position": control.at_draft_position(step),
@@ -186,6 +205,7 @@ class TensorrtDraft:
             "hidden": hidden,
             "hidden.out": out,
         }
+        self._session.use(self._memory.addresses["draft"])
         self._session.enqueue("decode" if count <= self._num_rows else "prefill", count, 1, addresses)
         return out + (count - 1) * self._row_nbytes
 

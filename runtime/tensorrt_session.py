@@ -19,7 +19,7 @@ _REBUILD = "run `python -m engines.build` again"
 class EngineSession:
     """One engine. A pass takes T tokens, gives logits of R rows, and queues on ``stream`` without waiting.
 
-    Call `bind` once before the first pass."""
+    Call `bind` once before the first pass, and `use` whenever the passes to come are another sequence's."""
 
     def __init__(self, loader: EngineLoader, folder: Path, manifest: EngineManifest, role: str, stream: Stream) -> None:
         self._spec: Engine = manifest.engines[role]
@@ -28,6 +28,8 @@ class EngineSession:
         self._engine = loader.load(self._path, self._spec)
         self._profiles = {profile.name: index for index, profile in enumerate(self._spec.profiles)}
         self._contexts: dict[str, trt.IExecutionContext] = {}
+        self._state: Mapping[str, int] = {}
+        self._state_of: dict[str, Mapping[str, int]] = {}  # what each context was last told
         self._dynamic = [binding for binding in self._spec.inputs if not all(isinstance(n, int) for n in binding.shape)]
         if self._engine.num_optimization_profiles != len(self._spec.profiles):
             raise EngineError(f"{self._path}: not the engine that engines.json describes; {_REBUILD}")
@@ -38,9 +40,8 @@ class EngineSession:
         return max(int(self._engine.get_device_memory_size_for_profile_v2(i)) for i in self._profiles.values())
 
     def bind(self, addresses: Mapping[str, int], scratch: DeviceBuffer, *owners: object) -> None:
-        """Make a context per profile. addresses: of weights, state and whatever else stays where it is; an output that
-        aliases an input gets the input's. scratch: for activations, shared with every engine on the stream. owners:
-        of the memory, kept alive."""
+        """Make a context per profile. addresses: of weights and whatever else stays where it is. scratch: for
+        activations, shared with every engine on the stream. owners: of the memory, kept alive."""
         self._owners = (scratch, *owners)
         for name, index in self._profiles.items():
             context = self._loader.context(self._engine, self._path)
@@ -49,15 +50,16 @@ class EngineSession:
                     raise self._loader.error(f"{self._path}: profile {name} cannot be chosen", log)
             context.set_device_memory(scratch.address, scratch.nbytes)
             self._contexts[name] = context
-            wanted = [binding.name for binding in self._spec.inputs] + list(self._spec.weights)
-            for tensor in wanted:
+            names = [binding.name for binding in (*self._spec.inputs, *self._spec.outputs)] + list(self._spec.weights)
+            for tensor in names:
                 if tensor in addresses:
                     self._set_address(context, tensor, addresses[tensor])
-            for output in self._spec.outputs:
-                source = output.alias or output.name
-                if source in addresses:
-                    self._set_address(context, output.name, addresses[source])
         self._stream.synchronize()
+
+    def use(self, state: Mapping[str, int]) -> None:
+        """Whose state the next passes are to read and write: addresses of the inputs that outputs alias. Never changed
+        afterwards."""
+        self._state = state
 
     def enqueue(self, profile: str, tokens: int, rows: int, addresses: Mapping[str, int]) -> None:
         """Queue a pass. addresses: of the inputs and outputs that `bind` was not told, or that have moved.
@@ -78,11 +80,23 @@ class EngineSession:
             with messages() as log:
                 if not context.set_input_shape(binding.name, shape):
                     raise self._loader.error(f"{self._path}: takes no {binding.name} of shape {list(shape)}", log)
+        self._point(context, profile)
         for name, address in addresses.items():
             self._set_address(context, name, address)
         with messages() as log:
             if not context.execute_async_v3(self._stream.handle):
                 raise self._loader.error(f"{self._path}: a {profile} pass of {tokens} tokens failed", log)
+
+    def _point(self, context: trt.IExecutionContext, profile: str) -> None:
+        """Let a context know the state in use, unless it does already."""
+        if self._state_of.get(profile) is self._state:
+            return
+        for name, address in self._state.items():
+            self._set_address(context, name, address)
+        for output in self._spec.outputs:
+            if output.alias in self._state:
+                self._set_address(context, output.name, self._state[output.alias])
+        self._state_of[profile] = self._state
 
     def _set_address(self, context: trt.IExecutionContext, name: str, address: int) -> None:
         with messages() as log:

@@ -1,4 +1,8 @@
-"""The trunk on TensorRT. State stays on the device: rolling back is a slot number and a position."""
+"""The trunk on TensorRT. State stays on the device: rolling back is a slot number and a position.
+
+The engines of several sequences share everything but `SequenceMemory`, and write into the control block whatever a pass
+reads, as they are used in turn.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ import numpy as np
 from engines.engine_manifest import EngineManifest
 from engines.errors import EngineError
 from engines.manifest import Geometry
-from engines.memory_plan import MemoryPlan, state_bindings
+from engines.memory_plan import MemoryPlan, check_one_more
 from runtime.control_block import ControlBlock
-from runtime.cuda import DeviceBuffer, Stream
+from runtime.cuda import DeviceBuffer, Stream, free_and_total_bytes
 from runtime.device_rows import DeviceRows
-from runtime.engine import NO_CHOICE, Pass, Sampler, choices_that_count
+from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, choices_that_count
+from runtime.host_copies import HostCopies
 from runtime.sampling import ParamsSampler, SamplingParams
+from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
 from runtime.token_choice import TokenChoice, device_params, sampling_bytes
 
@@ -26,40 +32,49 @@ GREEDY = ParamsSampler(SamplingParams())
 
 @dataclass(frozen=True)
 class Shared:
-    """What trunk and draft engine have in common."""
+    """What trunk and draft engine of all sequences have in common. plan: the memory of all."""
 
     stream: Stream
     control: ControlBlock
     choice: TokenChoice
     geometry: Geometry
     manifest: EngineManifest
-    states: dict[str, DeviceBuffer]  # of both engines, by the name of the input
+    logits: DeviceBuffer  # of the trunk's last pass
     row_numbers: DeviceBuffer  # 0, 1, 2, ... int32
+    host: HostCopies
+    plan: MemoryPlan
+
+    def sequence_memory(self, roles: Sequence[str]) -> SequenceMemory:
+        """Of one more sequence. Raises ResourceError."""
+        return SequenceMemory(self.stream, self.host, self.manifest, self.geometry, roles)
 
 
 class TensorrtTrunk:
-    """The trunk of one sequence (see `runtime.engine.TrunkEngine`). Hidden rows are valid until its next pass.
+    """The trunk of one sequence (see `runtime.engine.SharedTrunk`). Passes over prompts round otherwise than rounds."""
 
-    plan: the memory of both engines."""
+    resumes_anywhere = False
 
     def __init__(
-        self, session: EngineSession, shared: Shared, context_size: int, max_rows: int, plan: MemoryPlan
+        self, session: EngineSession, shared: Shared, memory: SequenceMemory, context_size: int, max_rows: int
     ) -> None:
-        self.plan = plan
-        self.context_size, self.max_rows = context_size, max_rows
+        self.context_size, self.max_rows, self.memory = context_size, max_rows, memory
         self.prefill_chunk = shared.manifest.options.prefill_chunk
+        self.plan, self.num_sequences = shared.plan, shared.plan.sequences
         self._session, self._shared = session, shared
         self._num_slots = shared.manifest.options.max_rows
-        geometry = shared.geometry
-        self._logits = DeviceBuffer(self._num_slots * geometry.vocab_size * _F32_BYTES)
-        self._prefill_hidden = DeviceBuffer(self.prefill_chunk * geometry.hidden_size * _F32_BYTES)
-        hidden = DeviceBuffer(self._num_slots * geometry.hidden_size * _F32_BYTES)
-        self._hidden = DeviceRows(hidden.address, self._num_slots, geometry.hidden_size, hidden)
+        self._hidden, self._logits = memory.hidden, shared.logits
+        self._sampling = np.frombuffer(sampling_bytes(GREEDY.params), np.uint8)
         self._rows_of_logits = 0
         self.start(GREEDY)
 
+    def another(self) -> TensorrtTrunk:
+        shared = self._shared
+        check_one_more(shared.manifest, shared.geometry, self.memory.roles, *free_and_total_bytes())
+        memory = shared.sequence_memory(self.memory.roles)
+        return TensorrtTrunk(self._session, shared, memory, self.context_size, self.max_rows)
+
     def fixed_addresses(self) -> dict[str, int]:
-        """What `EngineSession.bind` is to be told beside weights and state."""
+        """What `EngineSession.bind` is to be told beside weights."""
         control = self._shared.control
         return {"position": control.at("position"), "slot": control.at("slot"), "logits": self._logits.address}
 
@@ -74,7 +89,7 @@ class TensorrtTrunk:
 
     @property
     def logits(self) -> np.ndarray:
-        """Of the last pass, [rows, V] f32, copied to the host."""
+        """Of the last pass, [rows, V] f32, copied to the host. Not after a pass of another sequence."""
         shape = (self._rows_of_logits, self._shared.geometry.vocab_size)
         return self._shared.stream.read(self._logits.address, shape, np.float32)
 
@@ -88,7 +103,7 @@ class TensorrtTrunk:
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
-            self._shared.control.trunk_sampling[:] = np.frombuffer(sampling_bytes(params), np.uint8)
+            self._sampling = np.frombuffer(sampling_bytes(params), np.uint8)
 
     def prefill(self, tokens: Sequence[int]) -> Pass:
         count = len(tokens)
@@ -99,8 +114,9 @@ class TensorrtTrunk:
         control.prompt[:count] = tokens
         control.send()
         short = count <= self._num_slots
-        hidden = self._prefill_hidden.address
-        addresses = {"tokens": control.at("prompt"), "rows": control.at("row"), "hidden.out": hidden}
+        hidden = self.memory.prefill_hidden
+        addresses = {"tokens": control.at("prompt"), "rows": control.at("row"), "hidden.out": hidden.address}
+        self._session.use(self.memory.addresses["trunk"])
         self._session.enqueue("decode" if short else "prefill", count, 1, addresses)
         self._choose(1, offset=count)
         control.fetch()
@@ -109,11 +125,11 @@ class TensorrtTrunk:
         choices = self._choices([], self._position + count + np.arange(1))
         self._slot = count - 1 if short else 0
         self._position += count
-        return Pass(choices, DeviceRows(hidden, count, self._hidden.width, self._prefill_hidden))
+        return Pass(choices, DeviceRows(hidden.address, count, self._hidden.width, hidden))
 
     def verify(self, tokens: Sequence[int]) -> Pass:
         count = self.prepare_verify(tokens)
-        self._shared.stream.replay(("verify", count), lambda: self._whole_verify(count))
+        self.memory.recorder.replay(("verify", count), lambda: self._whole_verify(count))
         self._shared.stream.synchronize()
         return self.finish_verify(count)
 
@@ -140,6 +156,7 @@ class TensorrtTrunk:
             "rows": self._shared.row_numbers.address,
             "hidden.out": self._hidden.address,
         }
+        self._session.use(self.memory.addresses["trunk"])
         self._session.enqueue("decode", count, count, addresses)
         self._choose(count, offset=1)
 
@@ -154,7 +171,7 @@ class TensorrtTrunk:
     def time_verify(self, rows: int, repeats: int) -> list[float]:
         self.start(GREEDY)
         self.prepare_verify([0] * rows)
-        times = self._shared.stream.time_replays(("verify", rows), lambda: self._whole_verify(rows), repeats)
+        times = self.memory.recorder.time_replays(("verify", rows), lambda: self._whole_verify(rows), repeats)
         self.start(GREEDY)
         return times
 
@@ -162,19 +179,27 @@ class TensorrtTrunk:
         """Copies of everything the committed tokens left behind, named and shaped as the canonical graph's state:
         GDN state, conv window, KV rows below ``position`` (as they are kept: float16, or int8 with their scales)."""
         copies: dict[str, np.ndarray] = {}
-        for binding in state_bindings(self._shared.manifest.engines["trunk"]):
-            prefix, kind = binding.name.rsplit(".", 1)
-            address = self._shared.states[binding.name].address
-            if kind == "pool":
-                copies[f"{prefix}.state"], copies[f"{prefix}.conv"] = self._read_slot(address)
-                continue
-            _, capacity, heads, dim = (int(size) for size in binding.shape)
-            dtype = np.dtype(binding.dtype)
-            for name in ("key_cache", "value_cache"):
-                rows = self._shared.stream.read(address, (self._position, heads, dim), dtype)
-                copies[f"{prefix}.{name}"] = np.swapaxes(rows, 0, 1)[None]
-                address += capacity * heads * dim * dtype.itemsize
+        for prefix, (state, window) in self.memory.read_slot(max(self._slot, 0)).items():
+            fresh = self._slot == _NO_SLOT
+            copies[f"{prefix}.state"] = np.zeros_like(state) if fresh else state
+            copies[f"{prefix}.conv"] = np.zeros_like(window) if fresh else window
+        for prefix, rows in self.memory.read_rows("trunk", self._position).items():
+            for name, plane in zip(("key_cache", "value_cache"), rows, strict=True):
+                copies[f"{prefix}.{name}"] = np.swapaxes(plane, 0, 1)[None]
         return copies
+
+    def save_rows(self, first: int) -> SavedState:
+        return self.memory.save_rows("trunk", first, self._position)
+
+    def save_recurrent(self) -> SavedState:
+        assert self._slot != _NO_SLOT and not self._pending
+        return self.memory.save_slot(self._slot)
+
+    def load(self, rows: Sequence[SavedState], recurrent: SavedState) -> None:
+        assert not self._position and not self._pending, (self._position, self._pending)
+        self._position = self.memory.load_rows("trunk", rows)
+        self.memory.load_slot(0, recurrent)
+        self._slot = 0
 
     def warm_up(self) -> None:
         """Run every size of pass once, so that none has anything left to load or compile while it is recorded."""
@@ -193,6 +218,7 @@ class TensorrtTrunk:
 
     def _point(self, control: ControlBlock) -> None:
         control.slot[0], control.position[0] = self._slot, self._position
+        control.trunk_sampling[:] = self._sampling
 
     def _choose(self, rows: int, offset: int) -> None:
         control, vocab = self._shared.control, self._shared.geometry.vocab_size
@@ -211,17 +237,3 @@ class TensorrtTrunk:
         if (choices != on_host)[on_host != NO_CHOICE].any():
             raise EngineError(f"the device chose {choices}, the host {on_host}; build the plugins again")
         return choices
-
-    def _read_slot(self, pool: int) -> tuple[np.ndarray, np.ndarray]:
-        """State [1, HV, DK, DV] and window [1, kernel - 1, C] of the current slot of the pool at an address."""
-        geometry = self._shared.geometry
-        state = (1, geometry.gdn_v_heads, geometry.gdn_head_dim, geometry.gdn_head_dim)
-        window = (1, geometry.conv_kernel - 1, geometry.conv_channels)
-        if self._slot == _NO_SLOT:
-            return np.zeros(state, np.float32), np.zeros(window, np.float32)
-        slot, read = self._slot * _F32_BYTES, self._shared.stream.read
-        windows = pool + self._num_slots * int(np.prod(state)) * _F32_BYTES
-        return (
-            read(pool + slot * int(np.prod(state)), state, np.float32),
-            read(windows + slot * int(np.prod(window)), window, np.float32),
-        )

@@ -72,5 +72,5 @@ def read_gb_per_s(library: Path | None = None) -> float:
     def queue() -> None:
         cuda.check_launch(read(data.address, nbytes, sink.address, stream.handle), "reading could not be started")
 
-    times = stream.time_replays("read", queue, _READS)
+    times = cuda.Recorder(stream).time_replays("read", queue, _READS)
     return nbytes / 1e6 / statistics.median(times)

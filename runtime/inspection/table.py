@@ -91,7 +91,7 @@ def _memory(report: dict[str, Any]) -> Iterator[str]:
     memory = report["memory"]
     on_cpu = memory["onnxruntime"]
     yield f"memory for a context of {report['context']} tokens"
-    parts = ("weights", "kv_caches", "states", "activations", "buffers", "code", "total")
+    parts = ("weights", "kv_caches", "states", "activations", "buffers", "recorded", "code", "total")
     rows: list[tuple[str, ...]] = [("", *(_part_title(part) for part in parts))]
     for kind, plan in memory["tensorrt"].items():
         rows.append((f"GPU, {kind} KV caches", *(_size(plan[part]) for part in parts)))

@@ -115,9 +115,10 @@ class ReplyListener:
         for reasoning, text in ((True, parts.reasoning), (False, parts.content)):
             if text:
                 piece.origins.append(Origin(reasoning, text, self._drafted))
-        room = self._calls_max - self.num_calls if self._calls_max else len(parts.calls)
-        piece.parts.calls += parts.calls[:room]
-        self.num_calls += len(parts.calls[:room])
+        for part in parts.calls:
+            if not self._calls_max or self.num_calls < self._calls_max:
+                piece.parts.calls.append(part)
+                self.num_calls += part.last
 
     def _release(self, piece: Piece, final: bool) -> None:
         """Log-probabilities of tokens whose text is shown: not of what a stop string takes away."""

@@ -21,9 +21,11 @@ _OPEN_PATHS = ("/health", *PAGE_PATHS)
 
 @dataclass(frozen=True)
 class Limits:
-    """api_key "": none needed. hosts: names in the Host header that are answered, empty: any."""
+    """api_key "": none needed. hosts: names in the Host header that are answered, empty: any. bodies_at_once: so many
+    bodies of the largest size may be held together."""
 
     body_bytes: int = BODY_BYTES_DEFAULT
+    bodies_at_once: int = 16
     api_key: str = ""
     hosts: Collection[str] = ()
 
@@ -34,6 +36,7 @@ class Guard:
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app, self._limits = app, limits
         self._key_digest = _digest(limits.api_key.encode()) if limits.api_key else None
+        self._held_bytes = 0  # of bodies whose requests are not answered yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,7 +47,24 @@ class Guard:
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            more = len(message.get("body", b""))
+            num_bytes += more
+            self._held_bytes += more
+            if num_bytes > self._limits.body_bytes:
+                raise self._too_large()
+            if self._held_bytes > self._limits.body_bytes * self._limits.bodies_at_once:
+                raise ApiError(503, "too many large requests at once; try again later", code="too_busy", retry=True)
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held_bytes -= num_bytes
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         if sum(len(name) + len(value) for name, value in headers.raw) > HEADER_BYTES_MAX:
@@ -61,19 +81,6 @@ class Guard:
         if length.isdigit() and int(length) > self._limits.body_bytes:
             return self._too_large()
         return None
-
-    def _counted(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limits.body_bytes:
-                raise self._too_large()
-            return message
-
-        return counted
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request has more than {self._limits.body_bytes} bytes", code="request_too_large")

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
+FUNCTION_BEGIN = re.compile(r"\s*<function=([^>\n]+)>")
+_FUNCTION = re.compile(FUNCTION_BEGIN.pattern + r"(.*?)(?:</function>\s*)?\Z", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)\n?</parameter>", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
@@ -48,6 +49,14 @@ class ToolCallReader:
         functions = [tool["function"] for tool in tools]
         self._parameters = {function["name"]: function.get("parameters") or {} for function in functions}
 
+    def properties(self, name: str) -> Mapping[str, Any] | None:
+        """A tool's parameters, their JSON schemas by name; None: it was not offered."""
+        if name not in self._parameters:
+            return None
+        schema = self._parameters[name]
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        return properties if isinstance(properties, Mapping) else {}
+
     def read(self, body: str) -> ToolCall | None:
         """The call that stands between the tags; None: not one, or of a tool that was not offered."""
         call = self._read_json(body) if body.lstrip().startswith("{") else self._read_xml(body)
@@ -68,7 +77,7 @@ class ToolCallReader:
         if function is None:
             return None
         name, inner = function[1].strip(), function[2]
-        properties = self._parameters.get(name, {}).get("properties") or {}
+        properties = self.properties(name) or {}
         values: dict[str, Any] = {}
         position = 0
         while parameter := _PARAMETER.match(inner, position):

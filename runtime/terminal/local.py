@@ -49,6 +49,7 @@ class LocalModel:
             stats=stats,
             prefixes=self._prefixes,
             save_at=[prompt.stable_length] if prompt.stable_length else [],
+            message_ends=session.tokenizer.end_token_ids,
         )
         try:
             yield from self._run(generation, ReplyParts(prompt.ends_in_think, None), stats, stopped)

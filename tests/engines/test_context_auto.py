@@ -14,7 +14,7 @@ from engines.description import describe
 from engines.engine_manifest import load_engine_manifest
 from engines.errors import ResourceError
 from engines.manifest import load_manifest
-from engines.memory_plan import RESERVE_BYTES, buffers_nbytes, plan_memory
+from engines.memory_plan import RESERVE_BYTES, plan_memory
 from engines.planned_engines import fitting_context
 from export.exporter import export_model
 
@@ -24,8 +24,7 @@ Tiny = Callable[[str], Path]
 def plan(model: Path, context: int):  # type: ignore[no-untyped-def]
     described = describe(model, context)
     engines = described.engines["f16"]
-    buffers = buffers_nbytes(engines.options, described.geometry)
-    return plan_memory(engines, engines.engines, described.activations, buffers)
+    return plan_memory(engines, described.geometry, engines.engines, described.activations)
 
 
 @pytest.fixture(scope="module")

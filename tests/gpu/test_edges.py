@@ -121,8 +121,8 @@ def test_a_state_that_is_no_number(opened: Open, params: SamplingParams) -> None
     want = engines.prefill(ids, GREEDY)
     trunk.start(make_sampler(params))
     trunk.prefill(ids)
-    name = next(name for name in trunk._shared.states if name.endswith(".pool"))
-    buffer = trunk._shared.states[name]
+    name = next(name for name in trunk.memory.states if name.endswith(".pool"))
+    buffer = trunk.memory.states[name]
     poison = PinnedBuffer(buffer.nbytes)
     poison.array[:] = 0xFF  # NaN, as any float
     stream.to_device(buffer.address, poison, buffer.nbytes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from runtime.controller import Round
-from runtime.engine import DraftEngine, SharedDraft, TrunkEngine
+from runtime.engine import DraftEngine, SharedDraft, SharedTrunk, TrunkEngine
 from runtime.prefix_cache import PrefixCache
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.speculative import Generation, SpecStats
@@ -103,7 +103,17 @@ def reference(
     key = (tuple(prompt), params, max_tokens, tuple(ends))
     if key not in backend.cache:
         trunk, draft = backend.plain
-        generation = _generation(trunk, draft, prompt, ParamsSampler(params), Chosen(), max_tokens, ends, SpecStats())
+        generation = _generation(
+            trunk,
+            draft,
+            prompt,
+            ParamsSampler(params),
+            Chosen(),
+            max_tokens,
+            ends,
+            SpecStats(),
+            message_ends=backend.ends,
+        )
         text, reason, states = [], None, []
         while reason is None:
             block = generation.step()
@@ -185,7 +195,17 @@ class SequenceMachine(RuleBasedStateMachine):
         trunk, draft = self.backend.pairs[slot]
         sampler, controller, stats = BreakableSampler(params), Chosen(), SpecStats()
         generation = _generation(
-            trunk, draft, prompt, sampler, controller, max_tokens, ends, stats, prefixes=self.prefixes, save_at=saves
+            trunk,
+            draft,
+            prompt,
+            sampler,
+            controller,
+            max_tokens,
+            ends,
+            stats,
+            prefixes=self.prefixes,
+            save_at=saves,
+            message_ends=self.backend.ends,
         )
         self.running[slot] = Running(prompt, want, generation, controller, sampler)
         if stats.cache_n:
@@ -295,12 +315,14 @@ class SequenceMachine(RuleBasedStateMachine):
         assert_same(state, running.want.states[after], f"after {after} tokens of text")
 
     def _save(self, slot: int) -> None:
-        """And compare what the head has taken, which no text shows."""
+        """And compare what the head has taken, which no text shows. Where only prompts are kept, the head takes its
+        rows in passes of any size, which round differently."""
         running, (trunk, draft) = self.running[slot], self.backend.pairs[slot]
         assert running is not None
         running.generation.save()
         head = running.want.head
-        if self.prefixes is None or head is None or trunk.position < len(running.prompt):
+        anywhere = isinstance(trunk, SharedTrunk) and trunk.resumes_anywhere
+        if self.prefixes is None or head is None or not anywhere or trunk.position < len(running.prompt):
             return
         assert isinstance(draft, SharedDraft) and draft.position == trunk.position
         rows = draft.save_rows(0).data

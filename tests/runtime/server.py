@@ -8,17 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
-import uvicorn
 
 from runtime.server.app import create_app
-from runtime.server.security import HEADER_BYTES_MAX, Limits
+from runtime.server.connections import ConnectionLimits, web_server
+from runtime.server.security import Limits
 from runtime.server.service import Service, ServiceOptions
-from tests.exported import Exported
+from runtime.session import Session
 from tests.runtime.serving import WAIT_S, open_trained
+
+if TYPE_CHECKING:
+    from tests.exported import Exported
 
 USER = [{"role": "user", "content": "What does len do?"}]
 
@@ -65,16 +68,31 @@ class Running:
 
 @contextlib.contextmanager
 def serving(
-    model: Exported, options: ServiceOptions | None = None, limits: Limits | None = None, grace_s: float = 0.0
+    model: Exported,
+    options: ServiceOptions | None = None,
+    limits: Limits | None = None,
+    grace_s: float = 0.0,
+    connections: ConnectionLimits | None = None,
 ) -> Iterator[Running]:
+    with serving_session(open_trained(model, spec_type="auto"), options, limits, grace_s, connections) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def serving_session(
+    session: Session,
+    options: ServiceOptions | None = None,
+    limits: Limits | None = None,
+    grace_s: float = 0.0,
+    connections: ConnectionLimits | None = None,
+) -> Iterator[Running]:
+    """Owns the session's engines."""
     limits = limits or Limits()
-    service = Service(open_trained(model, spec_type="auto"), options or ServiceOptions())
+    service = Service(session, options or ServiceOptions())
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     app = create_app(service, limits, grace_s)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, http="h11", h11_max_incomplete_event_size=HEADER_BYTES_MAX)
-    )
+    server = web_server(app, connections or ConnectionLimits())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     running = Running(service, f"http://127.0.0.1:{listening.getsockname()[1]}", limits.api_key)

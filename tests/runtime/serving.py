@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from runtime.engine import Sampler
 from runtime.sampling import ParamsSampler, SamplingParams
@@ -11,7 +12,9 @@ from runtime.scheduler import Job, Scheduler
 from runtime.sequence_sampler import Adjustments, make_sampler
 from runtime.session import Session, SpecOptions, open_session
 from runtime.speculative import SpecStats
-from tests.exported import Exported
+
+if TYPE_CHECKING:
+    from tests.exported import Exported
 
 WAIT_S = 60.0  # nothing here takes as long: a hang fails instead of hanging
 
@@ -44,7 +47,7 @@ class Collected:
 
 
 def open_trained(model: Exported, draft_n_max: int = 3, spec_type: str = "draft-mtp") -> Session:
-    return open_session(model.folder, spec=SpecOptions(spec_type, draft_n_max), threads=1)
+    return open_session(model.folder, spec=SpecOptions(spec_type, draft_n_max), threads=1, sequences=0)
 
 
 def sampler_of(

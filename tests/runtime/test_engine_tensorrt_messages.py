@@ -17,7 +17,7 @@ from runtime.controller import AdaptiveDraft
 from runtime.engine_tensorrt import open_engines
 from runtime.session import Session, SpecOptions, open_session
 from tests.runtime.fake_cuda import FakeCuda
-from tests.runtime.fake_passes import CONTEXT, MAX_ROWS
+from tests.runtime.fake_passes import CONTEXT, GEOMETRY, MAX_ROWS
 from tests.runtime.fake_tensorrt import FakeGpu, install, toy_manifest, write_engines
 
 
@@ -134,7 +134,7 @@ def test_too_little_memory_is_said_before_any_is_taken(gpu: FakeGpu, folder: Pat
 
 def test_the_largest_context_that_fits_is_named(gpu: FakeGpu, folder: Path) -> None:
     """And it does fit, and one more does not."""
-    plan = plan_memory(load_engine_manifest(folder), ["trunk", "draft"], 0, 0)
+    plan = plan_memory(load_engine_manifest(folder), GEOMETRY, ["trunk", "draft"], 0)
     assert plan.context == CONTEXT
     for context in (1, CONTEXT // 2, CONTEXT - 1):
         smaller = replace(plan, kv_caches=plan.kv_caches * context // CONTEXT, context=context)
@@ -156,7 +156,7 @@ def test_int8_caches_are_planned_with_their_size(gpu: FakeGpu, folder: Path) -> 
         options=replace(manifest.options, kv_cache="int8"),
         engines={**manifest.engines, "trunk": replace(trunk, inputs=tuple(inputs))},
     )
-    plans = [plan_memory(each, ["trunk"], 0, 0) for each in (manifest, int8)]
+    plans = [plan_memory(each, GEOMETRY, ["trunk"], 0) for each in (manifest, int8)]
     assert plans[0].kv_caches == 2 * plans[1].kv_caches > 0
     assert plans[0].total - plans[1].total == plans[1].kv_caches
     with pytest.raises(ResourceError, match="int8 KV caches") as caught:

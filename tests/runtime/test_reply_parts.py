@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.chat_template import split_reasoning
+from runtime.server.begun_call import LONG
 from runtime.server.partial import StopStrings
-from runtime.server.reply_parts import Parts, ReplyParts
+from runtime.server.reply_parts import CallPart, Parts, ReplyParts, complete_calls
 from runtime.server.tool_calls import ToolCallReader, value_of
 
 TOOLS = [
@@ -41,7 +42,14 @@ WRITE = (
 )
 WRITE_ARGUMENTS = {"path": "/a b/é.txt", "lines": 12, "options": {"a": [1, {"b": None}]}}
 NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+CODE = 'def f(x):\n    return "a\\n<b>"  # é \U0001f600\n' * 4
+LONG_WRITE = (
+    "<tool_call>\n<function=write>\n<parameter=lines>\n4\n</parameter>\n<parameter=path>\n"
+    f"{CODE}\n</parameter>\n<parameter=options>\n[1]\n</parameter>\n<parameter=force>\nTrue\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=now>", "</function>", "\n", " ", "a", "<"]
+PIECES += ["<function=write>", "<parameter=path>\n", "</parameter>", "x" * LONG]
 SAMPLES = [
     "plain answer",
     "<think>\nhm\n\nso\n</think>\n\nanswer\n",
@@ -52,6 +60,10 @@ SAMPLES = [
     "<tool_call>\nnonsense\n</tool_call> and on",
     f"{WRITE[:80]}",
     f"{NOW}\n{WRITE[:-5]}",
+    f"Done: {LONG_WRITE}\n{NOW}",
+    LONG_WRITE.replace("</function>", "and so on"),
+    LONG_WRITE[:-90] + "</tool_call> text",
+    LONG_WRITE.replace("</parameter>", ""),
 ]
 
 
@@ -66,7 +78,7 @@ def split(pieces: list[str], in_think: bool, reader: ToolCallReader | None) -> t
         total.reasoning += parts.reasoning
         total.content += parts.content
         total.calls += parts.calls
-    return total.reasoning, total.content, total.calls, splitter
+    return total.reasoning, total.content, complete_calls(total.calls), splitter
 
 
 texts = st.sampled_from(SAMPLES) | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
@@ -104,7 +116,7 @@ def test_a_call_is_given_out_when_it_is_complete_and_not_before() -> None:
     splitter = ReplyParts(False, ToolCallReader(TOOLS))
     for letter in "So. " + WRITE[:-1]:
         assert not splitter.push(letter).calls
-    (call,) = splitter.push(WRITE[-1]).calls
+    (call,) = complete_calls(splitter.push(WRITE[-1]).calls)
     assert json.loads(call.arguments) == WRITE_ARGUMENTS
 
 
@@ -113,6 +125,64 @@ def test_a_call_that_is_cut_off_leaves_nothing(length: int) -> None:
     _, content, calls, _ = split([f"So.\n{NOW}\n", WRITE[:length]], False, ToolCallReader(TOOLS))
     assert [call.name for call in calls] == ["now"]
     assert content == "So."
+
+
+def parts_of(text: str) -> list[CallPart]:
+    """Letter by letter."""
+    splitter = ReplyParts(False, ToolCallReader(TOOLS))
+    return [part for letter in text for part in splitter.push(letter).calls]
+
+
+def test_a_long_string_is_passed_on_while_it_is_written() -> None:
+    """With all that was before it; whole, the arguments are those of a call that is read at once."""
+    parts = parts_of(LONG_WRITE)
+    assert len(parts) > len(CODE) - LONG - 20
+    assert [part.first for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {part.name for part in parts} == {"write"}
+    joined = "".join(part.arguments for part in parts)
+    whole = ToolCallReader(TOOLS).read(LONG_WRITE.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert whole is not None and joined == whole.arguments
+    assert json.loads(joined) == {"lines": 4, "path": CODE, "options": "[1]", "force": True}
+    assert parts[0].arguments.startswith('{"lines": 4, "path": "def f(x):\\n')
+
+
+@given(st.text('ab<>/\n"\\é\U0001f600'), st.text("ab<>/\n"), st.lists(st.integers(0, 400), max_size=12))
+def test_any_string_arrives_as_it_was_written(start: str, end: str, cuts: list[int]) -> None:
+    value = start + "0" * LONG + end
+    text = f"<tool_call>\n<function=write>\n<parameter=path>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = split(pieces_of(text, cuts), False, ToolCallReader(TOOLS))[2]
+    assert json.loads(call.arguments) == {"path": value}
+
+
+@pytest.mark.parametrize("length", range(len("<tool_call>"), len(LONG_WRITE), 7))
+def test_a_long_call_that_is_cut_off_has_no_end(length: int) -> None:
+    """What was passed on is no whole JSON, and no complete call."""
+    parts = parts_of(LONG_WRITE[:length])
+    assert not complete_calls(parts) and not any(part.last for part in parts)
+    joined = "".join(part.arguments for part in parts)
+    with pytest.raises(ValueError):
+        json.loads(joined)
+    whole = "".join(part.arguments for part in parts_of(LONG_WRITE))
+    assert whole.startswith(joined)
+
+
+@pytest.mark.parametrize(
+    ("rest", "more"),
+    [
+        ("\n</parameter>\nstray\n</function>\n</tool_call>", {}),
+        ("\n</parameter>\n<parameter=\n</tool_call>", {}),
+        ("\n</tool_call>", {}),
+        ("\n</parameter>\n<parameter=lines>\n7</tool_call>", {"lines": 7}),
+        ("\n</parameter><parameter=note>x</parameter></tool_call>", {"note": "x"}),
+    ],
+)
+def test_a_long_call_that_is_not_well_formed(rest: str, more: dict[str, Any]) -> None:
+    """It was begun, so it is ended: with what was understood."""
+    text = f"<tool_call>\n<function=write>\n<parameter=path>\n{CODE}{rest}after"
+    _, content, (call,), _ = split(list(text), False, ToolCallReader(TOOLS))
+    assert json.loads(call.arguments) == {"path": CODE, **more}
+    assert content == "after"
 
 
 def test_without_tools_nothing_is_a_call() -> None:

@@ -45,7 +45,10 @@ def test_onnxruntime_without_a_head(exported: Callable[[str], Exported]) -> None
 
 
 def test_tensorrt_on_stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two sequences; prompts are kept where their passes ended."""
     install(monkeypatch)
     write_engines(tmp_path, toy_manifest())
-    pair = open_engines(tmp_path, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
-    check(Backend((pair,), (pair[0], None), VOCAB, (12, 4), shared=False))
+    trunk, draft = open_engines(tmp_path, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
+    assert draft is not None
+    more = trunk.another()
+    check(Backend(((trunk, draft), (more, draft.another(more))), (trunk.another(), None), VOCAB, (12, 4), shared=True))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.exported import Exported
 from tests.runtime.server import Running, serving, text_of
 from tests.runtime.test_server_openai import JSON_FORMAT, TOOLS
+
+if TYPE_CHECKING:
+    from tests.exported import Exported
 
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 ENDLESS = {"logit_bias": {"4089": -100, "4091": -100}}  # replies are short otherwise

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
-from tests.exported import Exported
 from tests.runtime.server import USER, Running, serving
+
+if TYPE_CHECKING:
+    from tests.exported import Exported
 
 SCHEMA = {
     "type": "object",
@@ -160,6 +162,57 @@ def test_tool_calls_in_a_stream(ask: Callable[..., Any]) -> None:
     assert [delta.function.name for delta in deltas if delta.id] == ["look_up"]
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+LONG_TEXT = 'Say "hello" to the world,\n and then some more: ' * 6
+LONG_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "say",
+        "parameters": {
+            "type": "object",
+            "properties": {"loud": {"type": "boolean"}, "text": {"type": "string", "enum": [LONG_TEXT]}},
+            "required": ["loud", "text"],
+        },
+    },
+}
+
+
+def streamed_call(chunks: list[Any]) -> list[str]:
+    """What each delta adds to a call's arguments."""
+    return [
+        delta.function.arguments
+        for chunk in chunks
+        for delta in chunk.choices[0].delta.tool_calls or ()
+        if not delta.id
+    ]
+
+
+def test_long_arguments_come_while_they_are_written(ask: Callable[..., Any]) -> None:
+    fields = {"tools": [LONG_TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
+    (whole,) = ask(**fields).choices
+    (call,) = whole.message.tool_calls
+    assert json.loads(call.function.arguments)["text"] == LONG_TEXT
+    chunks = list(ask(**fields, stream=True))
+    deltas = streamed_call(chunks)
+    assert "".join(deltas) == call.function.arguments and len(deltas) > 20
+    assert max(map(len, deltas[1:])) < len(LONG_TEXT) / 4
+    (opening,) = [d for chunk in chunks for d in chunk.choices[0].delta.tool_calls or () if d.id]
+    assert (opening.function.name, opening.function.arguments) == ("say", "")
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "tool_calls"
+
+
+def test_long_arguments_that_are_cut_off(ask: Callable[..., Any]) -> None:
+    """What was streamed is no whole JSON, and the reason says why; a reply in one piece has no such call."""
+    fields = {"tools": [LONG_TOOL], "tool_choice": "required", "max_tokens": 100}
+    chunks = list(ask(**fields, stream=True))
+    streamed = "".join(streamed_call(chunks))
+    assert len(streamed) > 20
+    with pytest.raises(ValueError):
+        json.loads(streamed)
+    (whole,) = ask(**fields).choices
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "length"
+    assert whole.message.tool_calls is None and whole.message.content == ""
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 30, 4))

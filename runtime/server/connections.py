@@ -1,0 +1,133 @@
+"""Limits of connections: how many there may be, and how long a client may take to ask and to read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runtime.server.security import HEADER_BYTES_MAX
+
+CONNECTIONS_DEFAULT = 1024
+_FILES_BESIDE = 128  # open files that are no connections
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%b"
+)
+_FULL_BODY = (
+    b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}'
+)
+_log = logging.getLogger("runtime.server")
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """count: of connections. Seconds that a client may take for the head of a request, for its body, and to read on
+    when what is sent to it has piled up."""
+
+    count: int = CONNECTIONS_DEFAULT
+    head_s: float = 20.0
+    body_s: float = 300.0
+    stalled_s: float = 60.0
+
+
+class _Limited(H11Protocol):
+    """A connection. One that is too slow is cut, which ends its request as if the client had left."""
+
+    limits = ConnectionLimits()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refused = False
+        self._awaited: object = None  # what of a request is waited for
+        self._asking: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self.limits.count:
+            self._refused = True
+            self.transport = transport
+            transport.write(_FULL % (len(_FULL_BODY), _FULL_BODY))
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop(self._asking)
+        self._stop(self._reading)
+        if not self._refused:
+            super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.limits.stalled_s, self._cut, "reads")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop(self._reading)
+
+    def _watch(self) -> None:
+        """A timer for the part of a request that is waited for, if it is another one than before."""
+        state = self.conn.their_state
+        awaited = state if state in (h11.IDLE, h11.SEND_BODY) else None
+        if awaited is self._awaited:
+            return
+        self._stop(self._asking)
+        self._awaited = awaited
+        if awaited is not None:
+            seconds = self.limits.head_s if awaited is h11.IDLE else self.limits.body_s
+            self._asking = self.loop.call_later(seconds, self._cut, "asks")
+
+    def on_response_complete(self) -> None:
+        """Between requests the web server itself closes connections, after a few seconds."""
+        self._stop(self._asking)
+        self._awaited = None
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # the next request came along with this one
+            self._watch()
+
+    def _cut(self, what: str) -> None:
+        _log.info("a client %s too slowly: its connection is cut", what)
+        self.transport.abort()
+
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+def web_server(app: ASGIApp, limits: ConnectionLimits, grace_s: int | None = None) -> uvicorn.Server:
+    """uvicorn with these limits; `allowed` says how many connections there can be."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        http=type("Limited", (_Limited,), {"limits": limits}),
+        h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+        timeout_graceful_shutdown=grace_s,
+        server_header=False,
+    )
+    return uvicorn.Server(config)
+
+
+def allowed(count: int) -> int:
+    """How many of ``count`` connections this process may have open. Raises its limit of open files where that is too
+    low and may be raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _FILES_BESIDE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - _FILES_BESIDE))
