@@ -179,8 +179,18 @@ class _Lowering:
 
     def _rms_norm(self, node: gs.Node) -> None:
         (x, weight), y = node.inputs, node.outputs[0]
-        y.dtype, y.shape = np.dtype(np.float32), ("T", len(weight.values))
-        self._plugin(ops.RMS_NORM, node.name, [x, weight], [y], [node.name], epsilon=self.config.rms_eps)
+        width, epsilon = len(weight.values), self.config.rms_eps
+        y.dtype, y.shape = np.dtype(np.float32), ("T", width)
+        picks = [reader for reader in y.outputs if reader.op == "Gather" and reader.inputs[0] is y]
+        if len(picks) != 1:
+            self._plugin(ops.RMS_NORM, node.name, [x, weight], [y], [node.name], epsilon=epsilon)
+            return
+        # The rows that the LM head takes: no launch of their own, and none that the head's cannot overlap with.
+        (pick,), picked = picks, picks[0].outputs[0]
+        inputs, nodes = [x, weight, pick.inputs[1]], [node.name, pick.name]
+        pick.inputs.clear()
+        picked.dtype, picked.shape = np.dtype(np.float32), ("R", width)
+        self._plugin(ops.RMS_NORM_ROWS, node.name, inputs, [y, picked], nodes, epsilon=epsilon)
 
     def _rms_norm_pair(self, concat: gs.Node) -> None:
         """Two norms side by side, as the draft head's first product takes them. The native Concat of TensorRT-RTX 1.6

@@ -126,6 +126,19 @@ RMS_NORM = Op(
     refuses=(),
 )
 
+RMS_NORM_ROWS = Op(
+    "RmsNormRows",
+    "as RmsNorm, and picked[i] = y[rows[i]]; a row of NaN for a row number outside y",
+    inputs=(
+        Tensor("x", "float32", "[T, K]"),
+        Tensor("weight", "float32", "[K]"),
+        Tensor("rows", "int32", "[P]"),
+    ),
+    outputs=(Tensor("y", "float32", "[T, K]"), Tensor("picked", "float32", "[P, K]")),
+    attributes=(Attribute("epsilon", "float"),),
+    refuses=(),
+)
+
 RMS_NORM_PAIR = Op(
     "RmsNormPair",
     "y = [RmsNorm(a, a_weight), RmsNorm(b, b_weight)], side by side",
@@ -268,6 +281,7 @@ OPS: dict[str, Op] = {
         KQUANT_MATMUL,
         KQUANT_EMBEDDING,
         RMS_NORM,
+        RMS_NORM_ROWS,
         RMS_NORM_PAIR,
         ROPE_TABLES,
         GATED_DELTA_NET,

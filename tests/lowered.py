@@ -246,11 +246,18 @@ def _gated_attention_layer(inputs: list[np.ndarray], at: Attributes) -> list[np.
     )
 
 
+def _rms_norm_rows(inputs: list[np.ndarray], epsilon: float) -> list[np.ndarray]:
+    x, weight, rows = inputs
+    y = _rms_norm(x, weight, epsilon)
+    return [y, y[rows]]
+
+
 _Kernel = Callable[[list[np.ndarray], Attributes], list[np.ndarray]]
 _PLUGINS: dict[str, _Kernel] = {
     "KQuantMatmul": _matmul,
     "KQuantEmbedding": _embedding,
     "RmsNorm": lambda inputs, at: [_rms_norm(inputs[0], inputs[1], at["epsilon"])],
+    "RmsNormRows": lambda inputs, at: _rms_norm_rows(inputs, at["epsilon"]),
     "RmsNormPair": lambda inputs, at: [
         np.concatenate([_rms_norm(x, weight, at["epsilon"]) for x, weight in (inputs[:2], inputs[2:])], axis=1)
     ],

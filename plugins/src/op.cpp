@@ -4,7 +4,8 @@ namespace nextn {
 
 std::vector<OpInfo const*> const& allOps() {
     static std::vector<OpInfo const*> const ops = {&kquantMatmulInfo(), &kquantEmbeddingInfo(), &rmsNormInfo(),
-                                                   &rmsNormPairInfo(),   &ropeTablesInfo(),
+                                                   &rmsNormRowsInfo(),   &rmsNormPairInfo(),
+                                                   &ropeTablesInfo(),
                                                    &gatedDeltaNetInfo(), &gatedAttentionInfo(),
                                                    &gatedDeltaNetLayerInfo(), &gatedAttentionLayerInfo()};
     return ops;

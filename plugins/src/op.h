@@ -62,6 +62,7 @@ std::unique_ptr<Op> makeChecked(Attributes const& attributes, std::string* error
 OpInfo const& kquantMatmulInfo();
 OpInfo const& kquantEmbeddingInfo();
 OpInfo const& rmsNormInfo();
+OpInfo const& rmsNormRowsInfo();
 OpInfo const& rmsNormPairInfo();
 OpInfo const& ropeTablesInfo();
 OpInfo const& gatedDeltaNetInfo();

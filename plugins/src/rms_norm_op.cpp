@@ -1,4 +1,4 @@
-// RmsNorm: norm of float32 rows. RmsNormPair: norms of two inputs side by side.
+// RmsNorm: norm of float32 rows. RmsNormRows: and some of them once more. RmsNormPair: norms of two inputs side by side.
 #include "rms_norm.h"
 
 #include "op.h"
@@ -33,6 +33,39 @@ private:
     float mEpsilon;
 };
 
+class RmsNormRows final : public Op {
+public:
+    explicit RmsNormRows(Attributes const& a) : mEpsilon(a.number("epsilon")) {}
+
+    TensorTypes types() const override {
+        return {{DataType::kFLOAT, DataType::kFLOAT, DataType::kINT32}, {DataType::kFLOAT, DataType::kFLOAT}};
+    }
+
+    std::string refuse(std::vector<nvinfer1::Dims> const& in) const override {
+        std::string error = shapeMismatch("x", in[kIN_X], {-1, -1});
+        if (error.empty()) error = shapeMismatch("weight", in[kIN_WEIGHT], {in[kIN_X].d[1]});
+        return error.empty() ? shapeMismatch("rows", in[kIN_ROWS], {-1}) : error;
+    }
+
+    DimsExprs outputShape(int32_t output, DimsExprs const* in, IExprBuilder&) const override {
+        return output ? exprs({in[kIN_ROWS].d[0], in[kIN_X].d[1]}) : in[kIN_X];
+    }
+
+    cudaError_t enqueue(PluginTensorDesc const* desc, void const* const* in, void* const* out, void*,
+                        cudaStream_t stream) const override {
+        auto const& x = desc[kIN_X].dims;
+        return nextn_rms_norm_rows(static_cast<float const*>(in[kIN_X]), x.d[1], static_cast<int32_t>(x.d[0]),
+                                   static_cast<int32_t>(x.d[1]), static_cast<float const*>(in[kIN_WEIGHT]), mEpsilon,
+                                   static_cast<float*>(out[0]), static_cast<int32_t const*>(in[kIN_ROWS]),
+                                   static_cast<int32_t>(desc[kIN_ROWS].dims.d[0]), static_cast<float*>(out[1]),
+                                   kLAUNCH_FLAGS, stream);
+    }
+
+private:
+    static constexpr int32_t kIN_ROWS = 2;
+    float mEpsilon;
+};
+
 class RmsNormPair final : public Op {
 public:
     explicit RmsNormPair(Attributes const& a) : mEpsilon(a.number("epsilon")) {}
@@ -57,16 +90,11 @@ public:
                         cudaStream_t stream) const override {
         auto const& a = desc[kIN_A].dims;
         auto const& b = desc[kIN_B].dims;
-        auto* y = static_cast<float*>(out[0]);
-        int64_t const width = a.d[1] + b.d[1];
-        auto const t = static_cast<int32_t>(a.d[0]);
-        cudaError_t const error = nextn_rms_norm(static_cast<float const*>(in[kIN_A]), a.d[1], t,
-                                                 static_cast<int32_t>(a.d[1]), static_cast<float const*>(in[kIN_A_WEIGHT]),
-                                                 mEpsilon, y, width, kLAUNCH_FLAGS, stream);
-        if (error != cudaSuccess) return error;
-        return nextn_rms_norm(static_cast<float const*>(in[kIN_B]), b.d[1], t, static_cast<int32_t>(b.d[1]),
-                              static_cast<float const*>(in[kIN_B_WEIGHT]), mEpsilon, y + a.d[1], width, kLAUNCH_FLAGS,
-                              stream);
+        return nextn_rms_norm_pair(static_cast<float const*>(in[kIN_A]), static_cast<int32_t>(a.d[1]),
+                                   static_cast<float const*>(in[kIN_A_WEIGHT]), static_cast<float const*>(in[kIN_B]),
+                                   static_cast<int32_t>(b.d[1]), static_cast<float const*>(in[kIN_B_WEIGHT]),
+                                   static_cast<int32_t>(a.d[0]), mEpsilon, static_cast<float*>(out[0]), kLAUNCH_FLAGS,
+                                   stream);
     }
 
 private:
@@ -83,6 +111,11 @@ std::unique_ptr<Op> make(Attributes const& attributes, std::string*) {
 
 OpInfo const& rmsNormInfo() {
     static OpInfo const info = {"RmsNorm", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNorm>};
+    return info;
+}
+
+OpInfo const& rmsNormRowsInfo() {
+    static OpInfo const info = {"RmsNormRows", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNormRows>};
     return info;
 }
 

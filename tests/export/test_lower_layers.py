@@ -61,7 +61,7 @@ def test_a_layer_is_one_node(folder: Path) -> None:
         "GatedAttentionLayer",
     ]
     left = sorted(node.op_type for node in trunk.model.graph.node if node.op_type not in LAYER_OPS)
-    assert left == ["Gather", "KQuantEmbedding", "KQuantMatmul", "RmsNorm", "RopeTables"]
+    assert left == ["KQuantEmbedding", "KQuantMatmul", "RmsNormRows", "RopeTables"]
     assert [node.name for node in draft.model.graph.node if node.op_type in LAYER_OPS] == ["blk.4/layer"]
     assert trunk.notes == draft.notes == ()
     assert set(trunk.packs) == {f"blk.{layer}.weights" for layer in range(4)} and set(draft.packs) == {"blk.4.weights"}

@@ -145,6 +145,14 @@ def kernels() -> ctypes.CDLL:
         *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_float),
         *(c_void_p, c_int64, c_int32, c_void_p),
     )
+    lib.nextn_rms_norm_rows.argtypes = (
+        *(c_void_p, c_int64, c_int32, c_int32, c_void_p, c_float),
+        *(c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_void_p),
+    )
+    lib.nextn_rms_norm_pair.argtypes = (
+        *(c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_void_p),
+        *(c_int32, c_float, c_void_p, c_int32, c_void_p),
+    )
     lib.nextn_layer_workspace.restype = c_size_t
     lib.nextn_layer_workspace.argtypes = (POINTER(DecoderLayer),)
     lib.nextn_layer.argtypes = (POINTER(DecoderLayer), c_void_p)

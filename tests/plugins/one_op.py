@@ -30,6 +30,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
     ),
     "KQuantEmbedding": ({"type": 8}, [("T",), (50, 4, 34)], [(-1, 128)]),
     "RmsNorm": ({"epsilon": 1e-6}, [("T", 96), (96,)], [(-1, 96)]),
+    "RmsNormRows": ({"epsilon": 1e-6}, [("T", 96), (96,), (5,)], [(-1, 96), (5, 96)]),
     "RmsNormPair": ({"epsilon": 1e-6}, [("T", 96), (96,), ("T", 64), (64,)], [(-1, 160)]),
     "RopeTables": ({"factor": 1.5}, [("T",), (1,), (16,)], [(2, -1, 16)]),
     "GatedDeltaNet": (

@@ -62,6 +62,7 @@ REFUSED = {
     "residual with two matrices": changed("KQuantMatmul", has_norm=0, has_residual=1),
     "table of another type": changed("KQuantEmbedding", type=12),
     "weight of another width": changed("RmsNorm", {1: (95,)}),
+    "weight of another width, with rows": changed("RmsNormRows", {1: (95,)}),
     "pair of another width": changed("RmsNormPair", {3: (96,)}),
     "two positions": changed("RopeTables", {1: (2,)}),
     "head size": changed("GatedDeltaNet", head_dim=48),
