@@ -62,6 +62,12 @@ def rms_norm_op(inputs: Arrays, at: Attributes) -> Arrays:
     return [rms_norm(x, weight, at["epsilon"])]
 
 
+def rms_norm_rows(inputs: Arrays, at: Attributes) -> Arrays:
+    x, weight, rows = inputs
+    y = rms_norm(x, weight, at["epsilon"])
+    return [y, y[rows]]
+
+
 def rms_norm_pair(inputs: Arrays, at: Attributes) -> Arrays:
     a, a_weight, b, b_weight = inputs
     parts = [rms_norm(a, a_weight, at["epsilon"]), rms_norm(b, b_weight, at["epsilon"])]
@@ -200,6 +206,7 @@ OPS: dict[str, Callable[[Arrays, Attributes], Arrays]] = {
     ops.KQUANT_MATMUL.name: kquant_matmul,
     ops.KQUANT_EMBEDDING.name: kquant_embedding,
     ops.RMS_NORM.name: rms_norm_op,
+    ops.RMS_NORM_ROWS.name: rms_norm_rows,
     ops.RMS_NORM_PAIR.name: rms_norm_pair,
     ops.ROPE_TABLES.name: rope_tables,
     ops.GATED_DELTA_NET.name: gated_delta_net,

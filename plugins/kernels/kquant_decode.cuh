@@ -27,7 +27,7 @@ struct DecodeParams {
     const float* residual;
     int64_t ldr;
     int n_matrices, t, supers, chunks, ks, stages, units;  // units: tiles, or gate/up pairs of tiles
-    // Rows of a stage that one copy brings, and lie as in memory; bytes from the first of them to that of the next copy.
+    // Rows of a stage that one copy brings, lying as in memory; bytes from the first of them to that of the next copy.
     int together, row_stride;
     bool swiglu;
 };

@@ -23,8 +23,8 @@ __device__ __forceinline__ void quantize_own(const DecodeParams& p, TokenOperand
     *factor = p.norm ? rms_factor(total, p.supers * kSUPER, p.eps) : 1.0f;
 }
 
-// Sum the warps' partials of `count` tiles, an output a thread.  partial: [warp][kGROUP_ROWS].  Warps take turns, so that
-// none falls behind; turn: the one that begins.
+// Sum the warps' partials of `count` tiles, an output a thread.  partial: [warp][kGROUP_ROWS].  Warps take turns, so
+// that none falls behind; turn: the one that begins.
 __device__ __forceinline__ void reduce_group(const DecodeParams& p, const UnitRange& units, const float* partial,
                                              float factor, int first, int count, int warp, int lane, int& turn) {
     const int outputs = (p.swiglu ? count / 2 : count) * kROWS;

@@ -59,7 +59,8 @@ bool valid(const NormedRows& r) {
     return r.count >= 1 && r.k >= 1 && r.ldx >= r.k && r.ldy >= r.k && r.x && r.weight && r.y;
 }
 
-cudaError_t run(const NormedRows& first, const NormedRows* second, int t, float eps, int32_t flags, cudaStream_t stream) {
+cudaError_t run(const NormedRows& first, const NormedRows* second, int t, float eps, int32_t flags,
+                cudaStream_t stream) {
     if (!valid(first) || (second && !valid(*second))) return cudaErrorInvalidValue;
     Launch l;
     l.grid = dim3(second ? max(first.count, second->count) : first.count, second ? 2 : 1);

@@ -62,7 +62,7 @@ def test_an_export_for_another_target(tiny: Tiny, tmp_path: Path) -> None:
         ("RopeTables", lambda node: node.output.append("sin")),
         ("GatedAttention", lambda node: node.input.append("sin")),
         ("KQuantMatmul", lambda node: node.input.pop()),
-        ("RmsNorm", lambda node: node.attribute.pop()),
+        ("RmsNormRows", lambda node: node.attribute.pop()),
         ("LayerNorm", lambda node: None),
     ],
 )
