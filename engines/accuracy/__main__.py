@@ -50,6 +50,7 @@ def _run(given: argparse.Namespace) -> int:
     backend, why = _backend(given.backend)
     print(f"{manifest.model_name}: {backend} against ONNX Runtime, {plan.lowering}, {plan.kv_cache} KV cache{why}")
     if given.prepare_only:
+        compare.run_reference(folder)
         print("\n".join(commands(folder, plan, manifest)))
         return 0
     done: list[Comparison] = []
@@ -177,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-draft", type=int, default=_MAX_DRAFT, metavar="N", help="of the verify pass")
     parser.add_argument("--all", action="store_true", help="print every place of every pass, not only of failed ones")
     parser.add_argument("--again", action="store_true", help="with a prepared DIR: run ONNX Runtime again too")
-    parser.add_argument("--prepare-only", action="store_true", help="for another machine: run nothing")
+    parser.add_argument("--prepare-only", action="store_true", help="for another machine: only ONNX Runtime's side")
     parser.add_argument("--commands", action="store_true", help="print the same as commands of Polygraphy's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     return parser

@@ -11,10 +11,11 @@ from typing import Any
 
 from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.comparator import Comparator, RunResults
+from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
 from engines.accuracy.graphs import EngineGraph, engine_graph, write_marked_reference
-from engines.accuracy.inputs import load_feeds, make_feeds, save_feeds, session
+from engines.accuracy.inputs import Feed, load_feeds, make_feeds, save_feeds, session
 from engines.accuracy.measures import Measure
 from engines.accuracy.plan import CANONICAL, LOWERED, Plan, load_plan, roles_of
 from engines.accuracy.runner import SemanticsRunner
@@ -83,14 +84,15 @@ def _take(export: Path, target: Path) -> None:
 
 
 def compare(folder: Path, backend: str, reference: bool = True) -> Iterator[Comparison]:
-    """Run both sides of a prepared folder, role by role. reference False: its outputs are read, not made anew."""
+    """Run both sides of a prepared folder, role by role. reference False: its outputs are read if they are there.
+
+    Raises EngineError."""
     plan, manifest = load_plan(folder)
     with _quiet():
         for role in roles_of(manifest):
-            feeds, outputs = load_feeds(folder / f"{role}.npz"), folder / f"{role}.{REFERENCE}.json"
-            if reference:
-                canonical = OnnxrtRunner(session(folder / CANONICAL / f"{role}.marked.onnx"), REFERENCE)
-                Comparator.run([canonical], feeds, save_outputs_path=str(outputs))
+            feeds, outputs = load_feeds(folder / f"{role}.npz"), _outputs(folder, role)
+            if reference or not outputs.is_file():
+                _run_reference(folder, role, feeds)
             ours = _runner(engine_graph(folder, role, plan, manifest), backend, folder, role, plan)
             results = RunResults.load(str(outputs))
             results.extend(Comparator.run([ours], feeds, save_outputs_path=str(folder / f"{role}.{backend}.json")))
@@ -103,6 +105,23 @@ def compare(folder: Path, backend: str, reference: bool = True) -> Iterator[Comp
             Comparator.compare_accuracy(results, compare_func=judge)
             for index, (feed, measures) in enumerate(zip(feeds, found, strict=True)):
                 yield Comparison(role, index, len(feed["tokens"]), measures)
+
+
+def run_reference(folder: Path) -> None:
+    """ONNX Runtime's side of a prepared folder, for a machine without it. Raises EngineError."""
+    _, manifest = load_plan(folder)
+    with _quiet():
+        for role in roles_of(manifest):
+            _run_reference(folder, role, load_feeds(folder / f"{role}.npz"))
+
+
+def _run_reference(folder: Path, role: str, feeds: list[Feed]) -> None:
+    canonical = OnnxrtRunner(session(folder / CANONICAL / f"{role}.marked.onnx"), REFERENCE)
+    Comparator.run([canonical], feeds, save_outputs_path=str(_outputs(folder, role)))
+
+
+def _outputs(folder: Path, role: str) -> Path:
+    return folder / f"{role}.{REFERENCE}.json"
 
 
 def _runner(graph: EngineGraph, backend: str, folder: Path, role: str, plan: Plan) -> Any:
@@ -132,10 +151,9 @@ def limits(plan: Plan) -> Profile:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Polygraphy's own log at its errors; what it raises is told by us."""
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        yield
-
-
-def failure(error: Exception) -> EngineError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return EngineError(f"Polygraphy: {lines[0] if lines else type(error).__name__}")
+    try:
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+            yield
+    except PolygraphyException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise EngineError(f"Polygraphy: {lines[0] if lines else type(error).__name__}") from error

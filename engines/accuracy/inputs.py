@@ -21,6 +21,7 @@ from engines.manifest import Geometry, Manifest
 
 Feed = OrderedDict[str, np.ndarray]
 _STRAY = 0.5
+_ELSEWHERE = "or a folder prepared where it is there"
 Run = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
 DEFAULT_TEXT = (
     "The function len returns the number of items of a container. Call len(x) with a string, a list or a dictionary; "
@@ -136,12 +137,20 @@ class _Feeds:
 
 
 def session(path: Path) -> Any:
-    """Of ONNX Runtime, on the CPU."""
-    import onnxruntime
-
+    """Of ONNX Runtime, on the CPU. Raises EngineError."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EngineError(f"onnxruntime is not installed ({error}); {_ELSEWHERE}") from None
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # classes of its own
+        reason = str(error).splitlines()[0]
+        raise EngineError(
+            f"{path}: onnxruntime {onnxruntime.__version__} says: {reason}; 1.32 or newer is needed, {_ELSEWHERE}"
+        ) from error
 
 
 def _run(path: Path) -> Run:

@@ -48,6 +48,8 @@ ODD_MODELS = ("tied", "tied_copied", "norms_all_one", "gdn_no_decay", "gdn_fast_
 # The trained one with a smaller LM head for its drafts: a quarter of the rows, in Q4_K.
 CUT_HEAD = "trained.cut"
 _CUT = DraftHeadOptions(1024, "q4_k")
+# A folder that `engines.accuracy` has prepared, of the model that the rest of the name says.
+ACCURACY = "q4_k_m.accuracy"
 MODELS = (*TRAINED_MODELS, *KNOWN_TEXT_MODELS, *RANDOM_MODELS, *ODD_MODELS)
 MAX_ROWS = 8
 CONTEXT = 4096
@@ -80,10 +82,24 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
             _write_reference(folder, name, ONNXRUNTIME, onnxruntime_rows(folder, name))
     if not _reference(folder, "trained", LLAMACPP).exists():
         _write_reference(folder, "trained", LLAMACPP, llamacpp_rows(folder))
+    _prepare_accuracy(folder)
     for name in (*TRAINED_MODELS, CUT_HEAD):
         if not _acceptance(folder, name).exists():
             _acceptance(folder, name).write_text(json.dumps(onnxruntime_acceptance(folder, name)))
     return folder
+
+
+def _prepare_accuracy(folder: Path) -> None:
+    """ONNX Runtime's side of `engines.accuracy`, without the weights that it read."""
+    from engines.accuracy import compare
+    from engines.accuracy.inputs import DEFAULT_TEXT
+    from engines.accuracy.plan import CANONICAL, Plan
+
+    made = folder / ACCURACY
+    shutil.rmtree(made, ignore_errors=True)
+    compare.prepare(model_file(folder, ACCURACY), made, Plan(12, 3, "ops", "f16"), DEFAULT_TEXT)
+    compare.run_reference(made)
+    shutil.rmtree(made / CANONICAL)
 
 
 def _draft_head(name: str) -> DraftHeadOptions:
@@ -107,7 +123,7 @@ def model_file(folder: Path, name: str) -> Path:
     from tests.named_inputs import write_named
     from tests.vocabulary_files import TRAINED_MODEL
 
-    name = name.removesuffix(INT8_CACHES).removesuffix(SINGLE_OPS)
+    name = name.removesuffix(INT8_CACHES).removesuffix(SINGLE_OPS).removesuffix(".accuracy")
     path = TRAINED_MODEL if name in ("trained", CUT_HEAD) else folder / f"{name}.gguf"
     folder.mkdir(parents=True, exist_ok=True)
     return path if path.exists() else write_named(name, folder)
