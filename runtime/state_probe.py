@@ -42,9 +42,7 @@ class StateFault:
         if self.kept < self.rows:
             cause = f"{meaning}, which is not taken back when drafts are rejected"
         else:
-            cause = (
-                f"{meaning} depends on how many tokens a pass takes: it is rounded between passes, or summed otherwise"
-            )
+            cause = f"{meaning}, which is rounded between passes (half precision?) or summed otherwise in longer ones"
         return f"{self.name} after {self.kept} of {self.rows} tokens of a pass; suspect {cause}"
 
 

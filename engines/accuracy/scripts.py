@@ -5,7 +5,6 @@ A folder's ROLE.py is one line over this; `polygraphy run` takes that file for a
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -80,20 +79,19 @@ def compare_results(first: Any, second: Any, plan: Plan, manifest: Manifest) -> 
     return measure_all(reference, engine, manifest.geometry, plan, tolerance)
 
 
-def print_measures(measures: list[Measure], role: str, out: Any = sys.stdout) -> None:
+def print_measures(measures: list[Measure], role: str) -> None:
     """A table, and the first place that is off."""
     width = max(len(short(each.name)) for each in measures)
-    print(f"{role:<{width}} {'max error':>10} {'NMSE':>9} {'worst column':>13}  {'KL mean':>9} {'top-1':>6}", file=out)
+    print(f"{role:<{width}} {'max error':>10} {'NMSE':>9} {'worst column':>13}  {'KL mean':>9} {'top-1':>6}")
     for each in measures:
         extra = f"  {each.kl_mean:9.2g} {each.top1:6.3f}" if each.kl_mean is not None else " " * 18
         verdict = "" if each.ok else "  off"
         print(
             f"{short(each.name):<{width}} {each.max_abs:10.2g} {each.nmse:9.2g} {each.channel:13.2g}{extra}{verdict}",
-            file=out,
         )
     bad = first_bad(measures)
     if bad is not None:
-        print(f"first off: {bad.name}; suspect {suspect(measures)}", file=out)
+        print(f"first off: {bad.name}; suspect {suspect(measures)}")
 
 
 def short(name: str) -> str:

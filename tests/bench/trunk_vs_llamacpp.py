@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,7 @@ def llamacpp(model: Path, corpus: list[list[int]], n_drafts: int, threads: int) 
     return Trunks(**{name: np.concatenate(parts) for name, parts in rows.items()}, drafted=drafted, accepted=accepted)
 
 
-def judge(ours: Trunks, peer: Trunks, first_positions: list[int], as_is: bool) -> dict[str, object]:
+def judge(ours: Trunks, peer: Trunks, first_positions: list[int], as_is: bool) -> dict[str, Any]:
     """The report. first_positions: of each row, its position in its text."""
     bound = KL_MEAN_MAX[as_is]
     compared = {
@@ -160,9 +161,7 @@ def judge(ours: Trunks, peer: Trunks, first_positions: list[int], as_is: bool) -
     bad = compared["ours / llama.cpp, bare"]
     if bad.kl_mean > bound or bad.top1 < TOP1_MIN[as_is]:
         position = None if bad.first is None else first_positions[bad.first]
-        failures.append(
-            f"the trunk is not llama.cpp's, from position {position} of a text on; suspect {_where(position)}"
-        )
+        failures.append(f"the trunk is not llama.cpp's, from position {position} on; suspect {_where(position)}")
     rates = {name: each.accepted / max(each.drafted, 1) for name, each in (("ours", ours), ("llama.cpp", peer))}
     if not as_is and abs(rates["ours"] - rates["llama.cpp"]) > ACCEPTANCE_MAX_ABS:
         failures.append(
@@ -185,9 +184,8 @@ def _where(position: int | None) -> str:
     return "what only later tokens meet: rope, positions, the convolution's window, recurrent state"
 
 
-def table(report: dict[str, object]) -> str:
+def table(report: dict[str, Any]) -> str:
     compared = report["compared"]
-    assert isinstance(compared, dict)
     lines = [f"{'':32}{'positions':>10}{'top-1':>9}{'KL mean':>11}{'KL max':>10}{'max error':>11}  bits"]
     for name, each in compared.items():
         bits = "same" if each["same_bits"] else "other"
@@ -196,7 +194,6 @@ def table(report: dict[str, object]) -> str:
             f"{each['max_abs']:11.1e}  {bits}"
         )
     rates = report["drafts_right"]
-    assert isinstance(rates, dict)
     lines.append(
         "drafts that are the text's tokens: " + ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
     )
@@ -247,11 +244,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.json:
         given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(table(report))
-    failures = report["failures"]
-    assert isinstance(failures, list)
-    for line in failures:
+    for line in report["failures"]:
         print(f"failed: {line}", file=sys.stderr)
-    return EXIT_FAILED if failures else 0
+    return EXIT_FAILED if report["failures"] else 0
 
 
 if __name__ == "__main__":

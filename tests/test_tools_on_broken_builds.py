@@ -1,0 +1,136 @@
+"""Each tool on each deliberately broken build: what it names. docs/accuracy.md has the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.accuracy import __main__ as accuracy
+from export.exporter import export_model
+from runtime import check, eval, inspect
+from tests.dequantized import write_dequantized
+from tests.documented import ROOT
+from tests.faults import CONV, EH_PROJ, GRAPH, HALF, ROPE, SEMANTICS, STATE, V_HEADS
+from tests.peer.speculation import recorded
+from tests.runtime.command import run_main
+from tests.vocabulary_files import TRAINED_MODEL
+
+Tiny = Callable[[str], Path]
+Patch = pytest.MonkeyPatch
+ALL = {**GRAPH, **STATE}
+
+# What the tools say of each fault. None: nothing, since a build that is wrong in itself agrees with itself.
+ACCURACY = {
+    V_HEADS: ("blk.0.state", "which key head a value head reads"),
+    EH_PROJ: ("blk.4/concat", "enorm and hnorm, and which of them comes first"),
+    HALF: ("blk.0.state", "the precision of the recurrent state"),
+    CONV: ("blk.0.conv", "the window of the convolution: the slot"),
+    ROPE: ("blk.3.key_cache", "rope (position, frequencies, pairs)"),
+}
+CHECK = {
+    V_HEADS: None,
+    EH_PROJ: "suspect eh_proj (the order of its halves)",
+    HALF: "blk.0.state after 4 of 4 tokens of a pass; suspect the recurrent state, which is rounded between passes",
+    CONV: "blk.0.conv after 1 of 4 tokens of a pass; suspect the convolution's window, which is not taken back",
+    ROPE: None,
+}
+PEER = {
+    V_HEADS: "from position 0 on; suspect what the first token meets: weights, norms, order of heads",
+    EH_PROJ: "suspect the head (order of eh_proj's halves, its norms), not the trunk",
+    HALF: "suspect state after rejected drafts (rollback, or its precision)",
+    CONV: "suspect state after rejected drafts (rollback, or its precision)",
+    ROPE: "from position 1 on; suspect what only later tokens meet: rope",
+}
+
+
+@pytest.mark.parametrize("fault", ACCURACY)
+def test_accuracy(
+    tiny: Tiny, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    """Against a sound canonical graph: the fault is in the engine's graph, or in what runs it."""
+    flags = ["--tokens", "12", "--max-draft", "2", "--backend", "oracle"]
+    if fault in SEMANTICS:
+        SEMANTICS[fault](monkeypatch)
+    else:
+        with monkeypatch.context() as patch:
+            GRAPH[fault](patch)
+            export_model(tiny("q4_k_m"), tmp_path / "engines", target="tensorrt")
+        flags += ["--export", str(tmp_path / "engines")]
+    assert accuracy.main([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *flags]) == accuracy.EXIT_FAILED
+    place, suspect = ACCURACY[fault]
+    verdict = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert verdict.startswith(f"FAILED: first off at {place} (") and suspect in verdict
+
+
+@pytest.mark.parametrize("fault", CHECK)
+def test_check_eval_inspect(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
+    """A fault of the state fails; a bad head, which changes no text, is warned of. The file is sound: inspect, which
+    reads nothing else, sees no fault of the build."""
+    sound = run_main(inspect.main, TRAINED_MODEL).out
+    ALL[fault](monkeypatch)
+    export_model(TRAINED_MODEL, tmp_path / "x")
+    (tmp_path / "prompt").write_text('{"category": "code", "prompt": "What does len do? Say it twice."}\n')
+    said = CHECK[fault]
+    for outcome in (
+        run_main(check.main, tmp_path / "x", "--n-prompts", 1, "--prompt-length", 8, "-n", 24, "--threads", 1),
+        run_main(eval.main, tmp_path / "x", "--prompts", tmp_path / "prompt", "-n", 16, "--temps", 0, "--threads", 1),
+    ):
+        if said is None:
+            assert (outcome.code, outcome.err) == (0, "")
+        else:
+            assert said in outcome.err
+            assert outcome.code == (0 if fault == EH_PROJ else 1)
+    assert run_main(inspect.main, TRAINED_MODEL).out == sound
+
+
+class TestTrunkAgainstLlamaCpp:
+    """One text of 40 tokens, through llama.cpp once."""
+
+    pytestmark = pytest.mark.peer
+
+    @pytest.fixture(scope="class")
+    def corpus(self) -> list[list[int]]:
+        return [run.prompt[:40] for run in recorded()[:2]]
+
+    @pytest.fixture(scope="class")
+    def theirs(self, corpus: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+        from tests.bench.trunk_vs_llamacpp import llamacpp
+
+        file = write_dequantized(TRAINED_MODEL, tmp_path_factory.mktemp("peer") / "f32.gguf")
+        return llamacpp(file, corpus, 3, 1)
+
+    @pytest.mark.parametrize("fault", [None, *PEER])
+    def test_fault(
+        self, corpus: list[list[int]], theirs: Any, tmp_path: Path, monkeypatch: Patch, fault: str | None
+    ) -> None:
+        from tests.bench.trunk_vs_llamacpp import judge, ours, table
+
+        if fault:
+            ALL[fault](monkeypatch)
+        mine = ours(TRAINED_MODEL, tmp_path, corpus, 3)
+        report = judge(mine, theirs, [i for text in corpus for i in range(len(text))], as_is=False)
+        if fault is None:
+            assert report["passed"] and "the trunk is UNCHANGED by the head's presence" in table(report)
+        else:
+            assert not report["passed"]
+            assert PEER[fault] in "; ".join(report["failures"])
+
+    def test_command_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from tests.bench.trunk_vs_llamacpp import main
+
+        (tmp_path / "text").write_text("Return the length of an object. Sort a list of names.")
+        flags = ["--corpus", str(tmp_path / "text"), "--json", str(tmp_path / "r.json"), "--as-is"]
+        assert main(flags) == 0
+        assert "the trunk is UNCHANGED by the head's presence" in capsys.readouterr().out
+        assert json.loads((tmp_path / "r.json").read_text())["trunk_unchanged_by_head"] is True
+        assert main(["--corpus", str(tmp_path / "none")]) == 2
+
+
+def test_the_table_in_the_docs() -> None:
+    page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    for place, _ in ACCURACY.values():
+        assert f"`{place.replace('blk.4/', 'blk.N/').replace('blk.3.', 'blk.N.').replace('blk.0.', 'blk.0.')}`" in page
