@@ -9,6 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,11 @@ import pytest
 from engines.errors import NextnError
 from runtime import check, generate
 from runtime.command_line import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
+from tests.documented import PAGES, POLYGRAPHY, ROOT, documented_commands, fenced, variables_and_words
+from tests.runtime.test_eval import fake_server
 from tests.runtime.test_generate_cli import JSON_KEYS
 from tests.vocabulary_files import TRAINED_MODEL
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 PYTHON = ".venv/bin/python"
 # Commands that are run, with flags that make them quick. Of other modules the flags are looked up, see `try_command`.
@@ -31,7 +33,11 @@ RUN = {
     "runtime.eval": "--per-category 1 -n 4 --temps 0",
     "runtime.bench": "-n 4 --repeats 1 --depths 0 --prefill 16 --spec-draft-n-max 1",
     "export": "",
+    "engines.accuracy": "--backend oracle",
+    "runtime.profile": "",
 }
+# Shown for a machine with a GPU; `tests/gpu/test_documented.py` runs them there.
+ON_GPU = {"runtime.generate DIR", "runtime.bench DIR", "runtime.profile DIR", "polygraphy --trt"}
 # What `make test` hands down, and what the Makefile takes from the environment.
 MAKE_VARIABLES = {
     "MAKEFLAGS",
@@ -47,61 +53,128 @@ MAKE_VARIABLES = {
 }
 
 
-def fenced(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-def commands() -> list[str]:
-    """One entry per line of the fenced sh blocks, its comment left out."""
-    lines = [line for page in PAGES for block in fenced(page.read_text("utf-8"), "sh") for line in block.splitlines()]
-    return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
-
-
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path, expect: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run in the repository root with a cache of its own; asserts that it goes well."""
     env = {name: value for name, value in os.environ.items() if name not in MAKE_VARIABLES}
-    env["XDG_CACHE_HOME"] = str(folder / "cache")
+    env |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT), **variables}
     ran = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert ran.returncode == 0, f"{shlex.join(command)}: exit code {ran.returncode}\n{ran.stderr}"
+    assert ran.returncode == expect, f"{shlex.join(command)}: exit code {ran.returncode}\n{ran.stderr}"
     return ran
 
 
-def try_command(words: list[str], folder: Path) -> None:
-    if words[0] == "make":
-        run(["make", "--dry-run", *words[1:]], folder)
+def try_command(command: str, folder: Path, prepared: Callable[[], Path]) -> None:
+    """prepared: makes the folder that the commands of docs/accuracy.md go on with."""
+    variables, words = variables_and_words(command)
+    if needs_gpu(words):
         return
-    assert words[:2] == [PYTHON, "-m"], f"{shlex.join(words)}: say in this test how to try such a command"
-    module = words[2]
+    if words[0] == "make":
+        run(["make", "--dry-run", *words[1:]], folder, **variables)
+    elif words[0] == "pip":
+        try_pip(words)
+    elif words[0] == "llama-server":  # another project's; tests/runtime/test_eval.py runs it where it is installed
+        assert words[1] == "-m"
+    elif words[0] == "cmake":
+        names = re.findall(r"-D(\w+)=", command)
+        assert all(name in (ROOT / "plugins/CMakeLists.txt").read_text() for name in names)
+    elif words[0] == "polygraphy":
+        run([sys.executable, "-c", POLYGRAPHY, *in_place(words[1:], folder, prepared)], folder, **variables)
+    elif words[0] == "source" or words[0].endswith(".sh"):
+        script = next(iter(ROOT.glob(f"tests/gpu/{Path(words[words[0] == 'source']).name}")))
+        run(["bash", "-n", str(script)], folder)
+    else:
+        assert words[0] in (PYTHON, "python", "python3") and words[1] == "-m", (
+            f"{command}: say in this test how to try such a command"
+        )
+        try_module(words[2], words[3:], folder, prepared)
+
+
+def needs_gpu(words: list[str]) -> bool:
+    if words[0] == "polygraphy":
+        return "--trt" in words
+    return words[0].endswith(("python", "python3")) and " ".join(words[2:4]) in ON_GPU and "--trtexec" not in words
+
+
+def try_module(module: str, words: list[str], folder: Path, prepared: Callable[[], Path]) -> None:
     assert importlib.util.find_spec(module), module
+    if module == "runtime.eval" and "--server" in words:
+        with fake_server() as server:
+            for index, word in enumerate(words):
+                words[index] = server.url if word.startswith("http://") else word
+            given = in_place(words, folder, None)
+            run([sys.executable, "-m", module, *given, *shlex.split(RUN[module])], folder)
+        return
     if module in RUN:
-        places = {"MODEL": str(TRAINED_MODEL), "MODEL.gguf": str(TRAINED_MODEL), "DIR": str(folder / "out")}
-        places |= {name: str(folder / name) for name in ("report.json", "texts.csv", "report.html")}
-        given = [places.get(word, word) for word in words[3:]]
+        given = in_place(words, folder, prepared if module == "engines.accuracy" and "-o" not in words else None)
         run([sys.executable, "-m", module, *given, *shlex.split(RUN[module])], folder)
-    elif module.split(".")[0] == "engines" or module in ("runtime.chat", "runtime.serve", "runtime.serve_ray"):
-        known = set(re.findall(r"(?<!\S)--?[a-z][a-z-]*", run([sys.executable, "-m", module, "--help"], folder).stdout))
-        assert {word for word in words[3:] if word.startswith("-")} <= known
+    elif module == "pytest":
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    elif module.split(".")[0] in ("engines", "tests", "runtime"):
+        shown = run([sys.executable, "-m", module, "--help"], folder).stdout
+        known = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", shown))
+        assert {word for word in words if re.match(r"--?[a-z]", word)} <= known
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands_run(command: str, tmp_path: Path) -> None:
-    try_command(shlex.split(command), tmp_path)
+def in_place(words: list[str], folder: Path, prepared: Callable[[], Path] | None) -> list[str]:
+    """Words of a command with real files for what they stand for."""
+    places = {"MODEL": str(TRAINED_MODEL), "MODEL.gguf": str(TRAINED_MODEL), "DIR": str(folder / "out")}
+    places |= {name: str(folder / name) for name in ("report.json", "texts.csv", "report.html", "profile.png")}
+    if prepared is not None and any(word == "DIR" or word.startswith("DIR/") for word in words):
+        places["DIR"] = str(prepared())
+    words = [places.get(word, word) for word in words]
+    return [places["DIR"] + word.removeprefix("DIR") if word.startswith("DIR/") else word for word in words]
+
+
+def try_pip(words: list[str]) -> None:
+    what = words[2]
+    extras = re.findall(r"\[([\w,]+)\]", what)
+    known = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert words[1] == "install" and set(",".join(extras).split(",")) - {""} <= known, words
+    for name in re.findall(r"cmake\.define\.(\w+)", shlex.join(words)):
+        assert name in (ROOT / "plugins/CMakeLists.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """``prepared()``: a folder of `engines.accuracy`, with what both sides gave."""
+
+    @cache
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("accuracy") / "x"
+        words = ["-m", "engines.accuracy", str(tiny("q4_k_m")), "-o", str(folder), "--backend", "oracle"]
+        run([sys.executable, *words], folder.parent)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_commands_run(command: str, tmp_path: Path, prepared: Callable[[], Path]) -> None:
+    try_command(command, tmp_path, prepared)
+
+
+def test_gpu_commands_are_those_of_the_gpu_tests() -> None:
+    shown = [variables_and_words(command)[1] for command in documented_commands()]
+    assert {"polygraphy --trt" if w[0] == "polygraphy" else " ".join(w[2:4]) for w in shown if needs_gpu(w)} == ON_GPU
 
 
 def test_every_part_has_its_command() -> None:
-    shown = {" ".join(shlex.split(command)[:3]) for command in commands()}
+    shown = {" ".join(variables_and_words(command)[1][:3]) for command in documented_commands()}
     assert {"make demo", "make test", *(f"{PYTHON} -m {module}" for module in RUN)} <= shown
 
 
-def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_noticed(tmp_path: Path, prepared: Callable[[], Path]) -> None:
     for wrong in (
         "make no-such-target",
         f"{PYTHON} -m no_such_module",
         f"{PYTHON} -m runtime.generate MODEL -p x --no-such-flag",
         "curl localhost",
+        "python -m engines.build MODEL.gguf --no-such-flag",
+        "pip install '.[no-such-extra]'",
+        "cmake -S plugins -DNO_SUCH_VARIABLE=1",
+        "polygraphy run --load-outputs none.json none.json",
     ):
         with pytest.raises(AssertionError):
-            try_command(shlex.split(wrong), tmp_path)
+            try_command(wrong, tmp_path, prepared)
 
 
 def test_the_demo_prints_what_is_shown(tmp_path: Path) -> None:

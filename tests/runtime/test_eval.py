@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import http.server
 import io
 import json
+import shutil
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +31,7 @@ from runtime.evaluation.summary import length_splits, summarise
 from tests.exported import Exported
 from tests.runtime.command import Outcome, run_main
 from tests.runtime.server import serving
+from tests.vocabulary_files import TRAINED_MODEL
 
 TIMINGS = {"prompt_n": 5, "predicted_n": 9, "predicted_ms": 90.0, "draft_n": 6, "draft_n_accepted": 4}
 ASKED = Prompt("talk", ({"role": "user", "content": "Hello!"},), "here:1")
@@ -67,8 +74,8 @@ class Fake:
         self.reply = {"choices": [choice], "usage": usage, **fields}
 
 
-@pytest.fixture
-def fake() -> Iterator[Fake]:
+@contextmanager
+def fake_server() -> Iterator[Fake]:
     fake = Fake()
     fake.tell(timings=TIMINGS)
     thread = threading.Thread(target=fake.server.serve_forever, args=(0.01,), daemon=True)
@@ -77,6 +84,12 @@ def fake() -> Iterator[Fake]:
     fake.server.shutdown()
     fake.server.server_close()
     thread.join()
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with fake_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +343,36 @@ def test_our_server_beside_the_model(exported: Callable[[str], Exported], tmp_pa
     assert all(texts[key] == texts[(PLAIN, *key[1:])] for key in greedy)
     whole = report["groups"][0]["sources"]
     assert whole[running.url]["times"] == "rounds" and whole[running.url]["over_plain"] > 0
+
+
+@pytest.mark.skipif(shutil.which("llama-server") is None, reason="needs llama-server on PATH")
+@pytest.mark.parametrize("draft", [[], ["--spec-type", "draft-mtp", "--spec-draft-n-max", "3"]])
+def test_a_real_llama_server(tmp_path: Path, draft: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = ["llama-server", "-m", str(TRAINED_MODEL), "-ngl", "0", "--device", "none", "-c", "1024", "-t", "1"]
+    server = subprocess.Popen(
+        [*command, "-np", "1", "--jinja", "--port", str(port), *draft],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(600):
+            with contextlib.suppress(EngineError):
+                Server(url, 16, 0).model()
+                break
+            time.sleep(0.1)
+        some = ["--per-category", 1, "-n", 16, "--temps", 0, "--json", tmp_path / "report.json"]
+        ran = run_main(evaluation.main, "--server", url, *some)
+    finally:
+        server.terminate()
+        server.wait()
+    assert ran.code == 0, ran.err
+    runs = read(tmp_path)["runs"]
+    assert len(runs) == 5 and all(run["ms_kind"] == "rounds" and run["tokens"] > 0 for run in runs)
+    assert (sum(run["drafted"] for run in runs) > 0) == bool(draft)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""The commands that README.md and docs show for a machine with a GPU run there."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documented import POLYGRAPHY, ROOT, documented_commands, variables_and_words
+from tests.gpu.prepare import ACCURACY
+from tests.gpu.test_tools import compared, run
+from tests.test_readme import needs_gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.trt]
+QUICK = {
+    "runtime.generate": "-n 8",
+    "runtime.bench": "-n 4 --repeats 1 --depths 0 --prefill 16",
+    "runtime.profile": "--repeats 3",
+}
+COMMANDS = [command for command in documented_commands() if needs_gpu(variables_and_words(command)[1])]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, prepared: Path, tmp_path: Path) -> None:
+    variables, words = variables_and_words(command)
+    if words[0] == "polygraphy":
+        folder = compared(prepared, tmp_path / "x")
+        words = [f"{folder}{word.removeprefix('DIR')}" if word.startswith("DIR") else word for word in words]
+        run("-c", POLYGRAPHY, *words[1:], **variables)
+        return
+    module = words[2]
+    if "--expect" in words:
+        pytest.skip("of a model that takes minutes to write; tests/bench/test_synthetic.py has a small one")
+    files = {name: str(tmp_path / name) for name in ("bench.json", "bench.png", "profile.json", "profile.png")}
+    given = [files.get(word, str(prepared / "trained") if word == "DIR" else word) for word in words[3:]]
+    given = [word for word in given if word != "--fill"]  # minutes
+    run("-m", module, *given, *shlex.split(QUICK[module]))
+
+
+def test_make_accuracy_and_profile_need_nothing_else() -> None:
+    for target in ("accuracy", "profile", "trtexec-cmd"):
+        command = ["make", "--dry-run", target, f"PYTHON={sys.executable}"]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_the_folder_is_there(prepared: Path) -> None:
+    assert (prepared / ACCURACY / "trunk.py").is_file()
