@@ -21,6 +21,7 @@ from runtime.command_line import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
 from tests.documented import PAGES, POLYGRAPHY, ROOT, documented_commands, fenced, variables_and_words
 from tests.runtime.test_eval import fake_server
 from tests.runtime.test_generate_cli import JSON_KEYS
+from tests.runtime.test_profile import engines_and_profile
 from tests.vocabulary_files import TRAINED_MODEL
 
 README = PAGES[0].read_text(encoding="utf-8")
@@ -96,6 +97,10 @@ def needs_gpu(words: list[str]) -> bool:
 
 def try_module(module: str, words: list[str], folder: Path, prepared: Callable[[], Path]) -> None:
     assert importlib.util.find_spec(module), module
+    if module == "runtime.profile":  # of a profile that trtexec has exported
+        made, names = engines_and_profile(folder), [word for word in words if word.endswith(".json")]
+        words = [str(made / word.split(".", 3)[-1]) if word in names else word for word in words]
+        words = [str(made) if word == "DIR" else word for word in words]
     if module == "runtime.eval" and "--server" in words:
         with fake_server() as server:
             for index, word in enumerate(words):
@@ -126,7 +131,7 @@ def in_place(words: list[str], folder: Path, prepared: Callable[[], Path] | None
 
 def try_pip(words: list[str]) -> None:
     what = words[2]
-    extras = re.findall(r"\[([\w,]+)\]", what)
+    extras = re.findall(r"\[([\w,-]+)\]", what)
     known = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     assert words[1] == "install" and set(",".join(extras).split(",")) - {""} <= known, words
     for name in re.findall(r"cmake\.define\.(\w+)", shlex.join(words)):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engines.description import describe
-from engines.engine_manifest import EngineManifest
+from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.manifest import Geometry
 from export.exporter import export_model
 from runtime.profile import main
@@ -36,14 +36,20 @@ REPORTED = [
 ]
 
 
+def engines_and_profile(folder: Path) -> Path:
+    """An export with an engines.json as if engines had been built, and profile.json and layers.json as if timed."""
+    folder = folder / "engines"
+    export_model(TRAINED_MODEL, folder, target="tensorrt")
+    describe(TRAINED_MODEL).engines["f16"].save(folder)
+    exported(folder / "profile.json", REPORTED)
+    (folder / "layers.json").write_text(json.dumps({"Layers": [name for name, _ in REPORTED]}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EngineManifest, Geometry]:
-    """An export with an engines.json as if engines had been built."""
-    folder = tmp_path_factory.mktemp("profile") / "x"
-    export_model(TRAINED_MODEL, folder, target="tensorrt")
-    planned = describe(TRAINED_MODEL)
-    planned.engines["f16"].save(folder)
-    return folder, planned.engines["f16"], planned.geometry
+    folder = engines_and_profile(tmp_path_factory.mktemp("profile"))
+    return folder, load_engine_manifest(folder), describe(TRAINED_MODEL).geometry
 
 
 def kinds_of(trained: tuple[Path, EngineManifest, Geometry], role: str = "trunk") -> LayerKinds:
