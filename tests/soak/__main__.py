@@ -32,9 +32,10 @@ _IDLE_WITHIN_S = 30.0
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--model", type=Path, default=TRAINED_MODEL, help="the trained one, or engines of it")
     options = parser.parse_args(arguments)
     flags = ["-t", 1, "--sequences", SEQUENCES, "--queue", QUEUE, "--cache-ram", CACHE_MIB]
-    with server(TRAINED_MODEL, *flags) as (process, url):
+    with server(options.model, *flags) as (process, url):
         load = Load(url, known_replies(url))
         sizes: list[int] = []
         load.run(options.seconds, NUM_CLIENTS, lambda: sizes.append(resident_bytes(process.pid)))
