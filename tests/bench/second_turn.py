@@ -29,7 +29,7 @@ def turn(url: str, messages: list[dict[str, str]]) -> tuple[str, float, dict[str
         "POST", f"{url}/v1/chat/completions", json={"messages": messages, **_FIELDS}, timeout=_WAIT_S
     ) as r:
         for line in r.iter_lines():
-            if not line or line.endswith("[DONE]"):
+            if not line.startswith("data: ") or line.endswith("[DONE]"):
                 continue
             event = json.loads(line.removeprefix("data: "))
             delta = event["choices"][0]["delta"]

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import httpx
 
-from tests.soak.load import Load, known_replies
+from tests.soak.load import Load, fill, known_replies
 from tests.vocabulary_files import TRAINED_MODEL
 
 ROOT = Path(__file__).parents[2]
-NUM_CLIENTS, SEQUENCES, QUEUE, CACHE_MIB = 8, 4, 4, 32
+NUM_CLIENTS, SEQUENCES, QUEUE, CACHE_MIB, CONTEXT = 8, 4, 4, 32, 1536
 GROWTH_MAX = 24 << 20  # bytes: allocators keep some; leaked states would be more by far
 _IDLE_WITHIN_S = 30.0
 
@@ -34,8 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--model", type=Path, default=TRAINED_MODEL, help="the trained one, or engines of it")
     options = parser.parse_args(arguments)
-    flags = ["-t", 1, "--sequences", SEQUENCES, "--queue", QUEUE, "--cache-ram", CACHE_MIB]
+    flags = ["-t", 1, "-c", CONTEXT, "--sequences", SEQUENCES, "--queue", QUEUE, "--cache-ram", CACHE_MIB]
     with server(options.model, *flags) as (process, url):
+        fill(url, SEQUENCES, CONTEXT)
         load = Load(url, known_replies(url))
         sizes: list[int] = []
         load.run(options.seconds, NUM_CLIENTS, lambda: sizes.append(resident_bytes(process.pid)))

@@ -35,8 +35,8 @@ KNOWN: list[Request] = [
     _chat(8, reasoning_effort="low", max_tokens=60),
     _chat(9, logprobs=True, top_logprobs=3),
     _chat(10, top_p=0.8, top_k=20, min_p=0.05, logit_bias=ENDLESS, max_tokens=80),
-    _chat(11, messages=question(0) * 40, stop=[" the"], max_tokens=20),
-    _chat(12, messages=question(2) * 45, max_tokens=10),
+    _chat(11, messages=question(0) * 20, stop=[" the"], max_tokens=20),
+    _chat(12, messages=question(2) * 25, max_tokens=10),
     (COMPLETIONS, {"prompt": "def f(x):", "temperature": 0, "max_tokens": 40}),
     (COMPLETIONS, {"prompt": [300, 301, 5, 7], "temperature": 0.9, "seed": 3, "max_tokens": 40, "logprobs": 2}),
 ]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import httpx
 
 from tests.soak.kinds import (
     CHAT,
+    COMPLETIONS,
     ENDLESS,
     KNOWN,
     REFUSED,
@@ -135,7 +137,8 @@ class Load:
                 return None
             lines = []
             for line in reply.iter_lines():
-                lines += [line.removeprefix("data: ")] if line else []
+                if line.startswith("data: "):  # others keep the connection alive
+                    lines.append(line.removeprefix("data: "))
                 time.sleep(pause_s)
         if reply.status_code != 200 or lines.pop() != "[DONE]":
             raise WrongError(f"{request}: {reply.status_code}, {lines[-1:]}")
@@ -143,7 +146,7 @@ class Load:
 
     def _ask_once(self, http: httpx.Client, chance: random.Random) -> str:
         """What nobody asked before, so that kept state comes and goes."""
-        words = " ".join(str(chance.randrange(1000)) for _ in range(chance.choice([3, 30, 300])))
+        words = " ".join(str(chance.randrange(1000)) for _ in range(chance.choice([3, 10, 100])))
         body = {"messages": [{"role": "user", "content": words}], "temperature": 0.8, "seed": chance.randrange(99)}
         request = CHAT, {**body, "max_tokens": 20, "logit_bias": ENDLESS}
         reply = whole(http, request)
@@ -176,6 +179,20 @@ class Load:
         if reply.status_code != 400 or not reply.json()["error"]["message"]:
             raise WrongError(f"{path}: {reply.status_code} {reply.text}"[:300])
         return "refused"
+
+
+def fill(url: str, num_sequences: int, context: int) -> None:
+    """Texts as long as the context, one in each sequence, and more of them than are kept: a server's memory then has
+    the size that it is to keep."""
+
+    def ask(i: int) -> None:
+        ids = [300 + i + place % 50 for place in range(context - 20)]
+        httpx.post(
+            f"{url}{COMPLETIONS}", json={"prompt": ids, "logit_bias": ENDLESS}, timeout=WAIT_S
+        ).raise_for_status()
+
+    with ThreadPoolExecutor(num_sequences) as pool:
+        list(pool.map(ask, range(num_sequences)))
 
 
 def known_replies(url: str) -> list[tuple[Request, Any]]:
