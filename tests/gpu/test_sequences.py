@@ -33,7 +33,7 @@ ADJUSTED = Adjustments(frequency_penalty=0.7, repetition_penalty=1.2, logit_bias
 
 @pytest.fixture(scope="module")
 def session(prepared: Path) -> Session:
-    return open_session(prepared / "trained", spec=SpecOptions("draft-mtp", 4), num_sequences=4)
+    return open_session(prepared / "trained", spec=SpecOptions("draft-mtp", 4), sequences=4)
 
 
 def prompts() -> list[list[int]]:

@@ -25,7 +25,7 @@ LONG = "What does len do? " * 330
 
 
 def session_of(prepared: Path) -> Session:
-    return open_session(prepared / "trained", spec=SpecOptions("auto", 5), num_sequences=0)
+    return open_session(prepared / "trained", spec=SpecOptions("auto", 5), sequences=0)
 
 
 @pytest.fixture(scope="module")
