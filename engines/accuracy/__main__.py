@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.command import Parser, report, run_command
+from engines.draft_head import add_draft_head_arguments, draft_head_options, refuse_for_folder
 from engines.errors import NextnError, ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def _folder(given: argparse.Namespace) -> Path:
     if model.is_dir():
         if given.output is not None or given.export is not None:
             raise UsageError(f"{model}: is prepared already; leave -o and --export out")
+        refuse_for_folder(draft_head_options(given), model)
         return model
     if given.output is None:
         raise UsageError("-o DIR: say where the two exports may go; about twice the model's size")
@@ -90,7 +92,7 @@ def _folder(given: argparse.Namespace) -> Path:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--text {given.text}: cannot be read as UTF-8 ({error})") from None
     plan = Plan(given.tokens, given.max_draft + 1, given.lowering, given.kv_cache)
-    prepare(model, given.output, plan, text, given.export)
+    prepare(model, given.output, plan, text, given.export, draft_head_options(given))
     return Path(given.output)
 
 
@@ -181,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prepare-only", action="store_true", help="for another machine: only ONNX Runtime's side")
     parser.add_argument("--commands", action="store_true", help="print the same as commands of Polygraphy's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    add_draft_head_arguments(parser)
     return parser
 
 

@@ -17,14 +17,15 @@ from polygraphy.logger import G_LOGGER
 from engines.accuracy.graphs import EngineGraph, engine_graph, write_marked_reference
 from engines.accuracy.inputs import Feed, load_feeds, make_feeds, save_feeds, session
 from engines.accuracy.measures import Measure
-from engines.accuracy.plan import CANONICAL, LOWERED, Plan, load_plan, roles_of
+from engines.accuracy.plan import CANONICAL, LOWERED, PLAN_NAME, Plan, load_plan, roles_of
 from engines.accuracy.runner import SemanticsRunner
 from engines.accuracy.scripts import compare_results, load_network, profile_shapes, write_script
 from engines.accuracy.tolerances import ORACLE_RUNNER
+from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import Profile
 from engines.errors import EngineError, UsageError
-from engines.manifest import load_manifest
-from export.exporter import export_model
+from engines.manifest import Manifest, load_manifest
+from export.exporter import WHOLE_HEAD, export_model
 from plugins.load import tensorrt
 
 REFERENCE = "onnxruntime"
@@ -46,19 +47,26 @@ class Comparison:
         return all(each.ok for each in self.measures)
 
 
-def prepare(model: Path, folder: Path, plan: Plan, text: str, export: Path | None = None) -> None:
+def prepare(
+    model: Path,
+    folder: Path,
+    plan: Plan,
+    text: str,
+    export: Path | None = None,
+    draft_head: DraftHeadOptions = WHOLE_HEAD,
+) -> None:
     """Fill ``folder`` (see `plan`). export: an exported folder for TensorRT to check, instead of a fresh one.
 
     Raises ModelFileError, UsageError, EngineError, ResourceError."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "plan.json").is_file():
+    if folder.exists() and any(folder.iterdir()) and not (folder / CANONICAL).is_dir():
         raise UsageError(f"{folder}: holds something else; choose another -o")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").unlink(missing_ok=True)
-    manifest = export_model(model, folder / CANONICAL)
+    (folder / CANONICAL).mkdir(parents=True, exist_ok=True)
+    (folder / PLAN_NAME).unlink(missing_ok=True)
+    manifest = export_model(model, folder / CANONICAL, draft_head=draft_head)
     if export is None:
-        export_model(model, folder / LOWERED, target="tensorrt")
+        export_model(model, folder / LOWERED, target="tensorrt", draft_head=draft_head)
     else:
-        _take(export, folder / LOWERED)
+        _take(export, folder / LOWERED, manifest)
     feeds = make_feeds(folder, plan, manifest, text)
     lowered = load_manifest(folder / LOWERED)
     for role in roles_of(lowered):
@@ -70,11 +78,15 @@ def prepare(model: Path, folder: Path, plan: Plan, text: str, export: Path | Non
     plan.save(folder)
 
 
-def _take(export: Path, target: Path) -> None:
+def _take(export: Path, target: Path, canonical: Manifest) -> None:
     """An export under another name, its files linked."""
     manifest = load_manifest(export)
     if manifest.target != "tensorrt":
         raise UsageError(f"{export}: exported for {manifest.target}; give one made with --target tensorrt")
+    if manifest.content_key != canonical.content_key:
+        raise UsageError(f"{export}: exported from another model; give the .gguf that it was made from")
+    if manifest.draft_head_key != canonical.draft_head_key:
+        raise UsageError(f"{export}: exported with another LM head for the drafts; give the same --draft-head-...")
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for role in manifest.files:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 
 from engines.accuracy import __main__ as accuracy
+from engines.accuracy import int8_rows
+from engines.accuracy.graphs import engine_graph
+from engines.accuracy.inputs import load_feeds
+from engines.accuracy.plan import load_plan
+from engines.accuracy.runner import SemanticsRunner
 from export.exporter import export_model
+from tests.documented import POLYGRAPHY, ROOT
+from tests.lowered import _NATIVE, _PLUGINS
+from tests.oracle import int8_rows as int8_oracle
 
-ROOT = Path(__file__).parents[2]
 Tiny = Callable[[str], Path]
 SMALL = ["--tokens", "12", "--max-draft", "2", "--backend", "oracle"]
 
@@ -102,3 +115,76 @@ def test_one_flipped_scale_byte(
     assert verdict.startswith("FAILED: first off at " + ".".join(tensor.split(".")[:2]))
     if lowering == "ops":
         assert named in verdict
+
+
+def test_a_smaller_head_for_the_drafts(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = ["--draft-head-rows", "300", "--draft-head-type", "q4_k"]
+    code, shown = run([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *SMALL, *head], capsys)
+    assert code == 0, shown
+
+
+def test_refusals(tiny: Tiny, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tiny("q4_k_m"))
+    export_model(tiny("q4_k_m"), tmp_path / "canonical")
+    export_model(tiny("mixed_types"), tmp_path / "other", target="tensorrt")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    x = str(tmp_path / "x")
+    for code, flags, says in (
+        (2, [model], "-o DIR: say where"),
+        (2, [model, "-o", x, "--tokens", "0"], "--tokens 0: wanted 1 to"),
+        (2, [model, "-o", x, "--tokens", "4"], "wanted more than --max-draft . 1"),
+        (2, [model, "-o", x, "--max-draft", "9"], "--max-draft 9"),
+        (2, [model, "-o", x, "--text", "none"], "cannot be read as UTF-8"),
+        (2, [model, "-o", str(tmp_path / "full")], "holds something else"),
+        (2, [model, "-o", x, "--export", str(tmp_path / "canonical")], "exported for onnxruntime"),
+        (2, [model, "-o", x, "--export", str(tmp_path / "other")], "exported from another model"),
+        (2, [model, "-o", x, "--export", str(prepared / "lowered"), "--draft-head-rows", "300"], "another LM head"),
+        (2, [str(prepared), "-o", x], "is prepared already"),
+        (2, [str(prepared), "--draft-head-rows", "100"], "is exported already"),
+        (4, [str(tmp_path / "full")], "not prepared"),
+        (3, [str(ROOT / "README.md"), "-o", x], "README.md"),
+    ):
+        assert accuracy.main([*flags, "--backend", "oracle"]) == code, flags
+        assert re.search(says, capsys.readouterr().err), flags
+
+
+def test_ops_are_those_of_the_tests_oracles(prepared: Path) -> None:
+    """Of two that share no code: node by node over what a pass feeds each."""
+    plan, manifest = load_plan(prepared)
+    graph = engine_graph(prepared, "trunk", plan, manifest)
+    for feed in load_feeds(prepared / "trunk.npz"):
+        with SemanticsRunner(graph) as runner:
+            names = runner.get_input_metadata(use_numpy_dtypes=False)
+            wide = {name: feed[name].astype(np.float32) for name in names if name.endswith("cache")}
+            got = runner.infer({name: feed[name] for name in names} | wide, check_inputs=False)
+        inside = [each for each in graph.model.graph.initializer if each.name not in graph.weights]
+        values = {each.name: numpy_helper.to_array(each) for each in inside} | dict(feed)
+        values |= {name: array.view(np.uint8) for name, array in graph.weights.items()}
+        for node in graph.model.graph.node:
+            at = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+            results = (_PLUGINS if node.domain else _NATIVE)[node.op_type]([values[name] for name in node.input], at)
+            values.update(zip(node.output, results, strict=True))
+        for name, array in got.items():
+            if not name.endswith("cache.out"):  # float16 there
+                np.testing.assert_allclose(array, values[name], rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+def test_int8_rows() -> None:
+    values = np.random.default_rng(1).standard_normal((2, 5, 3, 128)).astype(np.float32)
+    values[0, 0, 0, :64] = 0
+    rows = int8_rows.encode(values)
+    assert np.array_equal(rows, int8_oracle.encode(values))
+    np.testing.assert_allclose(int8_rows.decode(rows), int8_oracle.decode(rows), rtol=1e-6)
+
+
+def test_polygraphy_reads_what_was_left(prepared: Path) -> None:
+    """The comparison of both sides' outputs by Polygraphy's command line, and one that fails."""
+    ours, theirs = prepared / "trunk.oracle.json", prepared / "trunk.onnxruntime.json"
+    assert accuracy.main([str(prepared), "--backend", "oracle"]) == 0
+    command = [sys.executable, "-c", POLYGRAPHY, "run", "--load-outputs", str(theirs), str(ours)]
+    command += ["--compare-func-script", str(prepared / "trunk.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=ROOT, env=env, capture_output=True).returncode == 0
+    swapped = [str(prepared / "draft.oracle.json") if word == str(ours) else word for word in command]
+    assert subprocess.run(swapped, cwd=ROOT, env=env, capture_output=True).returncode != 0
