@@ -257,11 +257,8 @@ class _Lowering:
         (gate, up), y = node.inputs, node.outputs[0]
         y.inputs.clear()
         sigmoid, silu = gs.Variable(f"{node.name}/sigmoid"), gs.Variable(f"{node.name}/silu")
-        for op, inputs, output in (
-            ("Sigmoid", [gate], sigmoid),
-            ("Mul", [gate, sigmoid], silu),
-            ("Mul", [silu, up], y),
-        ):
+        steps = ("Sigmoid", [gate], sigmoid), ("Mul", [gate, sigmoid], silu), ("Mul", [silu, up], y)
+        for op, inputs, output in steps:
             self.graph.nodes.append(gs.Node(op, output.name, inputs=inputs, outputs=[output]))
 
     def _rows(self, node: gs.Node, count: int) -> gs.Tensor:

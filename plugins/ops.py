@@ -275,21 +275,11 @@ GATED_ATTENTION_LAYER = Op(
     refuses=(*_LAYER_REFUSES, *GATED_ATTENTION.refuses),
 )
 
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        KQUANT_MATMUL,
-        KQUANT_EMBEDDING,
-        RMS_NORM,
-        RMS_NORM_ROWS,
-        RMS_NORM_PAIR,
-        ROPE_TABLES,
-        GATED_DELTA_NET,
-        GATED_ATTENTION,
-        GATED_DELTA_NET_LAYER,
-        GATED_ATTENTION_LAYER,
-    )
-}
+_MATMULS = (KQUANT_MATMUL, KQUANT_EMBEDDING)
+_NORMS = (RMS_NORM, RMS_NORM_ROWS, RMS_NORM_PAIR)
+_MIXERS = (ROPE_TABLES, GATED_DELTA_NET, GATED_ATTENTION)
+_LAYERS = (GATED_DELTA_NET_LAYER, GATED_ATTENTION_LAYER)
+OPS: dict[str, Op] = {op.name: op for op in (*_MATMULS, *_NORMS, *_MIXERS, *_LAYERS)}
 
 
 def matrix_nbytes(ggml_type: int, rows: int, columns: int) -> int:
