@@ -78,7 +78,7 @@ __device__ __forceinline__ ScaleMin unpack_scale_min(uint32_t w0, uint32_t w1, u
 }
 
 // Quantised activations, written by quantize_rows and read by the decode kernels, for groups of 4 tokens.
-// x = scale * (128*hi + lo), hi and lo int8, one float scale per token and 256 values.  Per (superblock, group):
+// x = scale * (256*hi + lo), hi and lo int8, one float scale per token and 256 values.  Per (superblock, group):
 //   frag 2048 B: [32-value step kk/2: 4][lane: 32][kk%2: 2][8 B]  B operand of m16n8k32, column 2*(t%4) = hi, +1 = lo
 //   sum32 256 B: [lane: 32][8 B]  sums over 32 values as B operand against the mins (see pack_sum32)
 //   sum16 256 B: [lane: 32][8 B]  sums over 16 values as two m16n8k16 B operands (see pack_sum16)

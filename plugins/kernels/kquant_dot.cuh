@@ -1,7 +1,7 @@
 // Dot product of 16 weight rows, one superblock wide, with up to 8 tokens on int8 tensor cores.
 //
 // Everything inside a superblock is integer arithmetic, hence exact and independent of how many tokens are present:
-//   sum over sub-blocks of sc * (q . a), a = 128*hi + lo in two columns of one mma
+//   sum over sub-blocks of sc * (q . a), a = 256*hi + lo in two columns of one mma
 // then one float step per superblock.  Lane l = 4*g + q works on rows g, g+8 and token q of each group of four.
 #pragma once
 #include "kquant_blocks.cuh"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void multiply_add(int (&acc)[4], const int (&dot)[4],
 }
 
 __device__ __forceinline__ float hi_lo(int hi, int lo) {
-    return __fmaf_rn(128.0f, static_cast<float>(hi), static_cast<float>(lo));
+    return __fmaf_rn(256.0f, static_cast<float>(hi), static_cast<float>(lo));
 }
 
 __device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
@@ -149,8 +149,8 @@ __device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, c
         int top[4], low[4];
         mma_s8_k16(top, own0, own8, x.six[n].x);
         mma_s8_k16(low, own0, own8, x.six[n].y);
-        const float f0 = hi_lo(acc[n][0] - 4096 * top[0] - 32 * top[1], acc[n][1] - 32 * low[1]);
-        const float f8 = hi_lo(acc[n][2] - 4096 * top[2] - 32 * top[3], acc[n][3] - 32 * low[3]);
+        const float f0 = hi_lo(acc[n][0] - 2048 * top[0] - 16 * top[1], acc[n][1] - 32 * low[1]);
+        const float f8 = hi_lo(acc[n][2] - 2048 * top[2] - 16 * top[3], acc[n][3] - 32 * low[3]);
         y[n][0] = __fmaf_rn(x.scale[n], __fmul_rn(d0, f0), y[n][0]);
         y[n][1] = __fmaf_rn(x.scale[n], __fmul_rn(d8, f8), y[n][1]);
     }

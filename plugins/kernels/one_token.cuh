@@ -57,7 +57,7 @@ struct OneToken<kNEXTN_Q6_K> {
 #pragma unroll
             for (int lh = 0; lh < 2; ++lh) {
                 const auto digit = [&](uint32_t word) { return static_cast<int8_t>(word >> (8 * (2 * (q & 1) + lh))); };
-                const int hi = -4096 * digit(d2) - 32 * digit(d1), lo = -32 * digit(d0);
+                const int hi = -2048 * digit(d2) - 16 * digit(d1), lo = -32 * digit(d0);
                 // through the shuffle unit, or the compiler would compute and copy them anew for every tile
 #pragma unroll
                 for (int i = 0; i < 4; ++i) start[2 * h + lh][i] = __shfl_sync(~0u, i & 1 ? lo : hi, lane);
@@ -81,7 +81,7 @@ __device__ __forceinline__ HiLo sum_of_four(const int (&acc)[4], bool upper) {
 }
 
 __device__ __forceinline__ float float_of(const HiLo& s) {
-    return __fmaf_rn(128.0f, static_cast<float>(s.hi), static_cast<float>(s.lo));
+    return __fmaf_rn(256.0f, static_cast<float>(s.hi), static_cast<float>(s.lo));
 }
 
 __device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }

@@ -1,6 +1,6 @@
 // Activations of one superblock as tensor-core operands in registers: quantised on the spot or loaded.
 //
-// Both ways give x = scale * (128*hi + lo) with |128*hi + lo| <= 16256 and one scale per token and 256 values.
+// Both ways give x = scale * (256*hi + lo) with |256*hi + lo| <= 28160 and one scale per token and 256 values.
 // Operand column 2*t holds hi of token t, column 2*t + 1 lo; lane 4*g + q holds column g.
 #pragma once
 #include "kquant_blocks.cuh"
@@ -8,7 +8,8 @@
 
 namespace nextn {
 
-constexpr float kQUANT_RANGE = 16256.0f;  // 128 * 127: hi and lo both fit in int8
+// 256 * 110: hi and lo fit in int8, and sums over 32 values in what min_digit takes.
+constexpr float kQUANT_RANGE = 28160.0f;
 
 // Round to nearest for |x| < 2^22 without the slow conversion unit.
 __device__ __forceinline__ int round_to_int(float x) { return __float_as_int(__fadd_rn(x, 12582912.0f)) - 0x4b400000; }
@@ -36,15 +37,15 @@ __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
     uint32_t hi[4], lo[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        hi[i] = (a[i] + 64) >> 7;
-        lo[i] = a[i] - (hi[i] << 7);
+        hi[i] = (a[i] + 128) >> 8;
+        lo[i] = a[i] - (hi[i] << 8);
     }
     return {__byte_perm(__byte_perm(hi[0], hi[1], 0x0040), __byte_perm(hi[2], hi[3], 0x0040), 0x5410),
             __byte_perm(__byte_perm(lo[0], lo[1], 0x0040), __byte_perm(lo[2], lo[3], 0x0040), 0x5410),
             a[0] + a[1] + a[2] + a[3]};
 }
 
-// Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 508, digit = first +
+// Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 880, digit = first +
 // 6 * rest with both in int8.  The operand's k slots hold `first` (sub-blocks 0..7, against m) and three times `rest`
 // (against 2m), so one m16n8k32 sums all mins exactly.
 struct MinDigit {
