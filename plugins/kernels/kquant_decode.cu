@@ -2,8 +2,8 @@
 //
 //   block = ks consumer warps + 1 producer warp, persistent; a tile is 16 rows, blocks take them in turns.
 //   ring stage = 16 rows x ks superblocks of one tile, a bulk copy for 1 to 4 rows (16-byte cp.async below 9.0)
-//   consumer warp w owns superblock chunk*ks + w of every tile, its activations come from quantize_rows and live in
-//   registers; one token against rows of one chunk has a kernel of its own (kquant_decode_one.cu, same bits)
+//   a consumer warp owns one superblock of each chunk of ks of every tile, its activations come from quantize_rows and live
+//   in registers; one token against rows of one chunk has a kernel of its own (kquant_decode_one.cu, same bits)
 //   an RMSNorm's 1/rms is a factor of the whole row, so it is applied to the finished sums
 //   a pair of tiles walks all chunks, then the warps' partial sums meet in shared memory in warp order
 // Every choice that fixes the order of a sum (ks, chunks) follows from k, type and device, never from t.
@@ -56,6 +56,10 @@ __device__ __forceinline__ void reduce_pair(const DecodeParams& p, const UnitRan
     }
 }
 
+// Which superblock of each chunk is a warp's. Odd ones of Q6_K take longer: every four warps, which share a scheduler, get
+// two of each.
+__device__ __forceinline__ int own_superblock(int warp, int ks) { return ks % 8 ? warp : warp ^ (warp >> 2 & 1); }
+
 template <int TYPE, int NT>
 __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) uint8_t smem[];
@@ -80,21 +84,22 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
         return;
     }
     wait_for_predecessor();
+    const int own = own_superblock(warp, p.ks);
     TokenOperand<TYPE, NT> x;
-    if (p.chunks == 1) x.load(p.quantized, warp, lane);
+    if (p.chunks == 1) x.load(p.quantized, own, lane);
     if (threadIdx.x < kGroupTokens * NT) factor[threadIdx.x] = __ldcg(p.quantized.factor + threadIdx.x);
     float* partial = reinterpret_cast<float*>(smem + p.stages * stage_size);
     for (int v = 0, buffer = 0; v < tiles; v += kPAIR, buffer ^= 1) {
         float y[kPAIR][NT][2] = {};
         for (int c = 0; c < p.chunks; ++c) {
-            const bool mine = c * p.ks + warp < p.supers;
-            if (p.chunks > 1 && mine) x.load(p.quantized, c * p.ks + warp, lane);
+            const bool mine = c * p.ks + own < p.supers;
+            if (p.chunks > 1 && mine) x.load(p.quantized, c * p.ks + own, lane);
 #pragma unroll
             for (int i = 0; i < kPAIR; ++i) {
                 if (v + i < tiles) {
                     mbarrier_wait(ring.full + at.stage, at.phase);
                     const Tile tile = tile_at(p, units.tile(p, v + i));
-                    if (mine) dot_tile<TYPE, NT>(p, smem + at.stage * stage_size, tile, c, warp, lane, x, y[i]);
+                    if (mine) dot_tile<TYPE, NT>(p, smem + at.stage * stage_size, tile, c, own, lane, x, y[i]);
                     __syncwarp();
                     if (lane == 0) mbarrier_arrive(ring.empty + at.stage);
                     at.next(p.stages);
@@ -107,7 +112,7 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(co
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int h = 0; h < 2; ++h) mine[((warp * kPAIR + i) * NT + n) * 64 + 32 * h + lane] = y[i][n][h];
+                for (int h = 0; h < 2; ++h) mine[((own * kPAIR + i) * NT + n) * 64 + 32 * h + lane] = y[i][n][h];
         // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only
         // after it has read this one's sums.
         consumer_barrier(p.ks);

@@ -40,7 +40,7 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
     }
     const uint8_t* q0 = r0 + (kFIFTH ? 48 : 16) + 4 * q;
     const uint8_t* q8 = r8 + (kFIFTH ? 48 : 16) + 4 * q;
-    int acc[NT][4] = {};
+    int acc[NT][4] = {}, acc16[NT][4] = {};  // acc16: 16 times what it stands for
     const auto chunk = [&](auto C) {
         constexpr int c = decltype(C)::value;
         const uint32_t w[4] = {load_word(q0 + 32 * c), load_word(q8 + 32 * c), load_word(q0 + 32 * c + 16),
@@ -48,10 +48,11 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int s = 2 * c + half;
+            const bool in_place = half && !kFIFTH;  // high nibbles need no shift: 16 q fits in a byte
             uint32_t a[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                a[i] = (half ? w[i] >> 4 : w[i]) & kNIBBLES;
+                a[i] = in_place ? w[i] & ~kNIBBLES : (half ? w[i] >> 4 : w[i]) & kNIBBLES;
                 if (kFIFTH) a[i] |= (s < 4 ? high[i] << (4 - s) : high[i] >> (s - 4)) & 0x10101010u;
             }
             const int sc0 = __byte_perm(s0.sc[s >> 2], 0, 0x4440 + (s & 3));
@@ -59,8 +60,8 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 int dot[4];
-                mma_s8_k32(dot, a[0], a[1], a[2], a[3], x.frag[n][2 * s], x.frag[n][2 * s + 1]);
-                multiply_add(acc[n], dot, sc0, sc8);
+                mma_u8_k32(dot, a[0], a[1], a[2], a[3], x.frag[n][2 * s], x.frag[n][2 * s + 1]);
+                multiply_add(in_place ? acc16[n] : acc[n], dot, sc0, sc8);
             }
         }
     };
@@ -70,10 +71,17 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
     chunk(std::integral_constant<int, 3>{});
     // mins: k slots 0-7 hold m, 8-31 hold 2m three times (see quantize_rows.cu)
     const uint32_t m0 = q & 1 ? s0.mn[1] : s0.mn[0], m8 = q & 1 ? s8.mn[1] : s8.mn[0];
-    const float2 d0 = __half22float2(*reinterpret_cast<const __half2*>(&h0.x));
-    const float2 d8 = __half22float2(*reinterpret_cast<const __half2*>(&h8.x));
+    float2 d0 = __half22float2(*reinterpret_cast<const __half2*>(&h0.x));
+    float2 d8 = __half22float2(*reinterpret_cast<const __half2*>(&h8.x));
+    if (!kFIFTH) {  // acc becomes 16 times the sum, exactly as a float too
+        d0.x *= 0.0625f;
+        d8.x *= 0.0625f;
+    }
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
+        if (!kFIFTH)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[n][i] = 16 * acc[n][i] + acc16[n][i];
         int mins[4];
         mma_s8_k32(mins, m0 << (q >> 1), m8 << (q >> 1), m0 << 1, m8 << 1, x.sums[n].x, x.sums[n].y);
         const auto step = [&](float(&out), const float2 d, int hi, int lo, int min_hi, int min_lo) {

@@ -12,7 +12,10 @@ constexpr int kMAX_SUPERS = kWARPS, kMAX_DOWN_CHUNKS = 4;
 
 // Stages under way at most, about what the memory needs to be busy: with more, everything else that the block reads or
 // writes queues up behind them.
-constexpr int kIN_FLIGHT = 2;
+#ifndef IF
+#define IF 2
+#endif
+constexpr int kIN_FLIGHT = IF;
 
 template <int NT>
 __device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s, uint8_t* ring, int lane) {
@@ -24,40 +27,37 @@ __device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s
         const int wide = min(kWARPS, f.supers);
         for (int i = 0; i < f.segments; ++i) {
             const Segment& g = f.segment[i];
-            const int size = super_bytes(g.type), stride = stage_row(g.type, wide);
-            for (int u = first_tile(g); u < g.tiles; u += grid) {
-                const int64_t row = min(u * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
-                for (int part = 0; part < (g.second ? 2 : 1); ++part)
-                    for (int c = 0; c < f.chunks; ++c) {
+            const int size = super_bytes(g.type), stride = stage_row(g.type, wide), step = g.second ? grid : kPAIR * grid;
+            for (int u = first_tile(g); u < g.tiles; u += step)
+                for (int c = 0; c < f.chunks; ++c)
+                    for (int j = 0; j < (g.second || u + grid < g.tiles ? 2 : 1); ++j) {
                         if (issued++ >= kIN_FLIGHT) {
                             mbarrier_wait(s.full + landed.stage, landed.phase);
                             landed.next(p.stages);
                         }
                         mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
+                        const int tile = g.second ? u : u + j * grid;
+                        const int64_t row = min(tile * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
                         if (lane < kTILE_ROWS)
-                            produce_row((part ? g.second : g.weight) + row + c * kWARPS * size,
+                            produce_row((j && g.second ? g.second : g.weight) + row + c * kWARPS * size,
                                         ring + at.stage * p.stage_bytes + lane * stride,
                                         min(kWARPS, f.supers - c * kWARPS) * size, s.full + at.stage);
                         at.next(p.stages);
                     }
-            }
         }
     }
 }
 
-// -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier word (tests.bench.layers reads it).
-__device__ __forceinline__ void trace([[maybe_unused]] const LayerParams& p, [[maybe_unused]] int point) {
-#ifdef NEXTN_LAYER_TRACE
-    if (threadIdx.x == 0) reinterpret_cast<long long*>(p.sync + 64)[16 * blockIdx.x + point] = clock64();
-#endif
-}
+template <int NT>
+constexpr size_t kSHARED_BYTES = round_up(sizeof(LayerShared<NT>), 128);
 
 template <bool ONE, int NT>
 __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const __grid_constant__ LayerParams p) {
 #if __CUDA_ARCH__ >= 900
-    extern __shared__ __align__(128) uint8_t ring[];
+    extern __shared__ __align__(128) uint8_t memory[];
+    auto& s = *reinterpret_cast<LayerShared<NT>*>(memory);
+    uint8_t* ring = memory + kSHARED_BYTES<NT>;
     uint8_t* scratch = ring + p.stages * p.stage_bytes;
-    __shared__ LayerShared<NT> s;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     launch_dependents();
     if (threadIdx.x == 0) {
@@ -72,17 +72,21 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
     if (warp >= kWARPS) {
         fewer_registers<24>();
         if (warp == kWARPS) {
+#ifndef NOGO
             mbarrier_wait(&s.go, 0);  // what the consumers need first would queue up behind the weights
+#endif
             produce(p, s, ring, lane);
         }
         return;
     }
     more_registers<112>();
     trace(p, 0);
+    // of every four warps, which share a scheduler, two own even superblocks: those of Q6_K take less time
+    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, warp ^ (warp >> 2 & 1), {}, 0, 0};
+    c.request_norm(p.phase[p.first], p.source[p.first]);
     wait_for_predecessor();
     trace(p, 1);
     GridBarrier grid(p.sync);
-    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, {}, 0, 0};
     DeltaBlock<ONE ? 1 : NT * kGroupTokens> delta(p, s.window, *reinterpret_cast<DeltaShared*>(scratch));
     if (p.delta_net) delta.request_slot();
 #pragma unroll 1
@@ -90,20 +94,21 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
         c.prepare(p.phase[k], p.source[k], grid, k == p.first);
         if (k == kINPUT && p.delta_net) delta.request_window();
         if (k == p.first && p.last >= kGATE_UP) c.prefetch_norm();
-        trace(p, 2 + 3 * k);
+        trace(p, 5 * k + 4);
         c.multiply(p.phase[k]);
-        trace(p, 3 + 3 * k);
+        trace(p, 5 * k + 5);
         if (k == p.last) break;
         if (k == kINPUT) delta.await_window();
+        c.request_norm(p.phase[k + 1], p.source[k + 1]);
         grid.arrive();
         if (k == kINPUT) delta.request_state();
         grid.wait();
-        trace(p, 4 + 3 * k);
+        trace(p, 5 * k + 6);
         if (k == kINPUT) {
             delta.run(warp, lane);
-            trace(p, 14);
+            trace(p, 22);
             grid.sync();
-            trace(p, 15);
+            trace(p, 23);
         }
     }
 #endif
@@ -134,14 +139,14 @@ cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream
             stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
     const size_t slots = ONE ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
     const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared) : 0);
-    const size_t room = limits.smem_per_block - sizeof(LayerShared<NT>) - 1024 - round_up(scratch, 128);
+    const size_t besides = kSHARED_BYTES<NT> + round_up(scratch, 128), room = limits.smem_per_block - besides;
     p.stage_bytes = static_cast<int>(round_up(stage, 128));
     p.stages = static_cast<int>(min(room / p.stage_bytes, static_cast<size_t>(kMAX_STAGES)));
     if (p.stages < 2) return cudaErrorInvalidValue;
     Launch l;
     l.grid = dim3(limits.sm_count);
     l.block = dim3(kTHREADS + kPRODUCERS);
-    l.smem = max(static_cast<size_t>(p.stages) * p.stage_bytes + round_up(scratch, 128), one_block_per_sm(limits, 0));
+    l.smem = max(static_cast<size_t>(p.stages) * p.stage_bytes + besides, one_block_per_sm(limits, 0));
     l.pdl = pdl;
     return launch(l, stream, layer_kernel<ONE, NT>, p);
 }

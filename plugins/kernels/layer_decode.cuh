@@ -2,7 +2,7 @@
 //
 //   block = 16 consumer warps + 1 producer warp, one block a multiprocessor, phases separated by grid barriers; the
 //   producer knows all weights beforehand and runs ahead through them, so memory stays busy during barriers
-//   consumer warp w owns superblock chunk*16 + w of every tile
+//   a consumer warp owns one superblock of each chunk of 16 of every tile
 // Every choice that fixes the order of a sum follows from the layer, never from t.
 #pragma once
 #include "layer_parts.cuh"
@@ -49,6 +49,13 @@ struct __align__(16) TokenSlot {
 // Loads return in order: one that waits for memory holds up everything behind it, a barrier's word too. So what will be
 // needed later is brought to L2 first.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier word (tests.bench.layers reads it).
+__device__ __forceinline__ void trace([[maybe_unused]] const LayerParams& p, [[maybe_unused]] int point) {
+#ifdef NEXTN_LAYER_TRACE
+    if (threadIdx.x == 0) reinterpret_cast<long long*>(p.sync + 64)[24 * blockIdx.x + point] = clock64();
+#endif
+}
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kTHREADS) : "memory"); }
 
@@ -108,13 +115,13 @@ __device__ __forceinline__ void request_values(const RowSource& s, int token, in
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = __ldcg(reinterpret_cast<const float4*>(x + 16 * h));
 }
+__device__ __forceinline__ void load_norm(const RowSource& s, int superblock, int lane, float4 (&norm)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) norm[h] = __ldg(reinterpret_cast<const float4*>(s.norm + value_of_lane(superblock, lane) + 16 * h));
+}
 // v times the norm's weights and the head's factor. Returns, in every lane, the sum of x^2 where the row is normed.
 __device__ __forceinline__ float scale_values(const LayerParams& p, const RowSource& s, int token, int superblock, int lane,
-                                              float4 (&v)[2]) {
-    float4 norm[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-        if (s.norm) norm[h] = __ldg(reinterpret_cast<const float4*>(s.norm + value_of_lane(superblock, lane) + 16 * h));
+                                              float4 (&v)[2], const float4 (&norm)[2]) {
     float sum = 0.0f;
     if (s.norm) {
         sum = squares_of(v[0], v[1]);
@@ -133,9 +140,9 @@ __device__ __forceinline__ float scale_values(const LayerParams& p, const RowSou
 
 // One token, to shared memory. Returns load_values' sum.
 __device__ __forceinline__ float quantize_slot(const LayerParams& p, const RowSource& s, int superblock, TokenSlot& slot,
-                                               int lane, float4 (&v)[2]) {
+                                               int lane, float4 (&v)[2], const float4 (&norm)[2]) {
     const int sub = lane >> 2, q = lane & 3;
-    const float sum = scale_values(p, s, 0, superblock, lane, v);
+    const float sum = scale_values(p, s, 0, superblock, lane, v, norm);
     const QuantScale scale = quant_scale(__reduce_max_sync(~0u, max_bits(max_bits(0, v[0]), v[1])));
     const QuantWord w[2] = {quantize4(v[0], scale.inverse), quantize4(v[1], scale.inverse)};
     slot.frag[0][sub >> 1][q][sub & 1] = make_uint2(w[0].hi, w[1].hi);
@@ -180,12 +187,16 @@ __device__ __forceinline__ void load_slot(const TokenSlot& slot, TokenOperand<kA
 
 // Several tokens: all blocks together quantise the rows of a product, a warp a superblock of a token.
 template <int NT>
-__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp, int lane) {
-    for (int i = warp * gridDim.x + blockIdx.x; i < supers * p.t; i += kWARPS * gridDim.x) {
+__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp, int lane,
+                                                float4 (&norm)[2]) {
+    const int first = warp * gridDim.x + blockIdx.x;
+#pragma unroll 1
+    for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
         const int superblock = i % supers, token = i / supers;
         float4 v[2];
         request_values(s, token, superblock, lane, v);
-        const float sum = scale_values(p, s, token, superblock, lane, v);
+        if (s.norm && i != first) load_norm(s, superblock, lane, norm);
+        const float sum = scale_values(p, s, token, superblock, lane, v, norm);
         const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
         const float scale = quantize_superblock(v, p.shared, slot, token % kGroupTokens, lane);
         if (lane == 0) {

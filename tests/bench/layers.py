@@ -17,9 +17,17 @@ from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
 
 LAYERS, REPEATS = 8, 3
 BLOCKS = 132
-NAMES = "predecessor,input rows,input product,barrier,delta net,barrier,output rows,output product,barrier"
-NAMES += ",gate/up rows,gate/up product,barrier,down rows,down product"
-POINTS = (0, 1, 2, 3, 4, 14, 15, 5, 6, 7, 8, 9, 10, 11, 12)  # in the trace, in the order they are reached
+PHASES = ("input", "output", "gate/up", "down")
+# Points of the trace in the order they are reached, each with what came before it. One token: 5 k + 2, phase k's rows are
+# read; 3: quantised; 4: in registers; 5: product done; 6: barrier passed.
+POINTS = [(0, ""), (1, "predecessor")]
+for _k, _phase in enumerate(PHASES):
+    POINTS += [
+        (5 * _k + 2 + i, f"{_phase} {part}")
+        for i, part in enumerate("rows quantising operands product barrier".split())
+    ]
+POINTS = [*POINTS[:7], (22, "delta net"), (23, "barrier"), *POINTS[7:-1]]
+TRACED = 24  # clocks a block
 
 
 def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
@@ -38,10 +46,11 @@ def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
     return graph_time(launch, REPEATS * LAYERS)
 
 
-def print_trace(layer: RandomLayer) -> None:
-    clocks = layer.sync.host()[SYNC_BYTES // 4 :][: BLOCKS * 32].view(np.int64).reshape(BLOCKS, 16)
-    spent = np.diff(clocks[:, POINTS], axis=1)
-    parts = (f"{name} {d.mean():.0f} ({d.min()}, {d.max()})" for name, d in zip(NAMES.split(","), spent.T, strict=True))
+def print_trace(layer: RandomLayer, one: bool) -> None:
+    clocks = layer.sync.host()[SYNC_BYTES // 4 :][: BLOCKS * 2 * TRACED].view(np.int64).reshape(BLOCKS, TRACED)
+    points = [(at, name) for at, name in POINTS if one or not name.endswith("rows")]
+    spent = np.diff(clocks[:, [at for at, _ in points]], axis=1)
+    parts = (f"{n} {d.mean():.0f} ({d.min()}, {d.max()})" for (_, n), d in zip(points[1:], spent.T, strict=True))
     print("   " + "; ".join(parts))
 
 
@@ -62,7 +71,7 @@ def main() -> None:
             print(f"{name}: T={t} {fused:6.2f} us, single kernels {single:6.2f}, weights at 4.5 TB/s {floor:.2f}")
             if "--trace" in sys.argv and shape.net is not None:
                 layer_time(layers, t, PDL)
-                print_trace(layers[0])
+                print_trace(layers[0], t == 1)
         sys.stdout.flush()
 
 
