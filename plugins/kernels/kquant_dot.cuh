@@ -21,6 +21,15 @@ __device__ __forceinline__ float hi_lo(int hi, int lo) {
     return __fmaf_rn(256.0f, static_cast<float>(hi), static_cast<float>(lo));
 }
 
+// f of the compile-time constants 0 .. N-1.
+template <int N, typename F>
+__device__ __forceinline__ void each_of(const F& f) {
+    if constexpr (N > 0) {
+        each_of<N - 1>(f);
+        f(std::integral_constant<int, N - 1>{});
+    }
+}
+
 __device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
 
 // Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory.
@@ -41,34 +50,26 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
     const uint8_t* q0 = r0 + (kFIFTH ? 48 : 16) + 4 * q;
     const uint8_t* q8 = r8 + (kFIFTH ? 48 : 16) + 4 * q;
     int acc[NT][4] = {}, acc16[NT][4] = {};  // acc16: 16 times what it stands for
-    const auto chunk = [&](auto C) {
-        constexpr int c = decltype(C)::value;
+    const auto sub_block = [&](auto S) {
+        constexpr int s = decltype(S)::value, c = s >> 1;
+        constexpr bool half = s & 1, in_place = half && !kFIFTH;  // high nibbles need no shift: 16 q fits in a byte
         const uint32_t w[4] = {load_word(q0 + 32 * c), load_word(q8 + 32 * c), load_word(q0 + 32 * c + 16),
                                load_word(q8 + 32 * c + 16)};
+        uint32_t a[4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int s = 2 * c + half;
-            const bool in_place = half && !kFIFTH;  // high nibbles need no shift: 16 q fits in a byte
-            uint32_t a[4];
+        for (int i = 0; i < 4; ++i) {
+            a[i] = in_place ? w[i] & ~kNIBBLES : (half ? w[i] >> 4 : w[i]) & kNIBBLES;
+            if (kFIFTH) a[i] |= (s < 4 ? high[i] << (4 - s) : high[i] >> (s - 4)) & 0x10101010u;
+        }
+        const int sc0 = byte_of<(s & 3)>(s0.sc[s >> 2]), sc8 = byte_of<(s & 3)>(s8.sc[s >> 2]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                a[i] = in_place ? w[i] & ~kNIBBLES : (half ? w[i] >> 4 : w[i]) & kNIBBLES;
-                if (kFIFTH) a[i] |= (s < 4 ? high[i] << (4 - s) : high[i] >> (s - 4)) & 0x10101010u;
-            }
-            const int sc0 = __byte_perm(s0.sc[s >> 2], 0, 0x4440 + (s & 3));
-            const int sc8 = __byte_perm(s8.sc[s >> 2], 0, 0x4440 + (s & 3));
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                int dot[4];
-                mma_u8_k32(dot, a[0], a[1], a[2], a[3], x.frag[n][2 * s], x.frag[n][2 * s + 1]);
-                multiply_add(in_place ? acc16[n] : acc[n], dot, sc0, sc8);
-            }
+        for (int n = 0; n < NT; ++n) {
+            int dot[4];
+            mma_u8_k32(dot, a[0], a[1], a[2], a[3], x.frag[n][2 * s], x.frag[n][2 * s + 1]);
+            multiply_add(in_place ? acc16[n] : acc[n], dot, sc0, sc8);
         }
     };
-    chunk(std::integral_constant<int, 0>{});
-    chunk(std::integral_constant<int, 1>{});
-    chunk(std::integral_constant<int, 2>{});
-    chunk(std::integral_constant<int, 3>{});
+    each_of<8>(sub_block);
     // mins: k slots 0-7 hold m, 8-31 hold 2m three times (see quantize_rows.cu)
     const uint32_t m0 = q & 1 ? s0.mn[1] : s0.mn[0], m8 = q & 1 ? s8.mn[1] : s8.mn[0];
     float2 d0 = __half22float2(*reinterpret_cast<const __half2*>(&h0.x));
@@ -93,63 +94,55 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
     }
 }
 
-// A word at a 2-byte aligned address.  ALIGNED: the caller knows that it is 4-byte aligned.
+// A word at a 2-byte aligned address of shared memory, which begins `select` into the word at `down`.
 template <bool ALIGNED>
-__device__ __forceinline__ uint32_t load_word_2(const uint8_t* p, uint32_t select) {
-    if (ALIGNED) return load_word(p);
-    const uint8_t* down = reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(p) & ~uintptr_t{3});
-    return __byte_perm(load_word(down), load_word(down + 4), select);
+__device__ __forceinline__ uint32_t load_word_2(uint32_t down, uint32_t select) {
+    const uint32_t first = load_shared(down);
+    return ALIGNED ? first : __byte_perm(first, load_shared(down + 4), select);
 }
 
-// Q6_K.  r0, r8 are 2-byte aligned.  q is used unsigned; 32 * sum(sc * sum(a)) is taken off at the end.
+// Q6_K.  r0, r8 are 2-byte aligned; ALIGNED: both are 4-byte aligned.  q is used unsigned; 32 * sum(sc * sum(a)) is taken
+// off at the end.
 template <bool ALIGNED, int NT, int OPERAND>
 __device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, const TokenOperand<OPERAND, NT>& x,
                                          float (&y)[NT][2], int q) {
-    const uint32_t p0 = reinterpret_cast<uintptr_t>(r0) & 2 ? 0x5432 : 0x3210;
-    const uint32_t p8 = reinterpret_cast<uintptr_t>(r8) & 2 ? 0x5432 : 0x3210;
-    uint32_t s0[4], s8[4];
+    const uint32_t at[2] = {smem_address(r0), smem_address(r8)}, down[2] = {at[0] & ~3u, at[1] & ~3u};
+    const uint32_t select[2] = {at[0] & 2 ? 0x5432u : 0x3210u, at[1] & 2 ? 0x5432u : 0x3210u};
+    uint32_t scales[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        s0[i] = load_word_2<ALIGNED>(r0 + 192 + 4 * i, p0);
-        s8[i] = load_word_2<ALIGNED>(r8 + 192 + 4 * i, p8);
-    }
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scales[r][i] = load_word_2<ALIGNED>(down[r] + 192 + 4 * i, select[r]);
     int acc[NT][4] = {};
+    const auto quarters = [&](auto STEP) {  // values 16*lh + 4*q .. of the quarters of half h
+        constexpr int h = decltype(STEP)::value >> 1, lh = decltype(STEP)::value & 1;
+        uint32_t a[4][2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int lh = 0; lh < 2; ++lh) {  // values 16*lh + 4*q .. of each quarter of this half
-            const int at = 16 * lh + 4 * q;
-            uint32_t low[2][2], high[2];  // [quarter parity][row]
-            low[0][0] = load_word_2<ALIGNED>(r0 + 64 * h + at, p0);
-            low[0][1] = load_word_2<ALIGNED>(r8 + 64 * h + at, p8);
-            low[1][0] = load_word_2<ALIGNED>(r0 + 64 * h + 32 + at, p0);
-            low[1][1] = load_word_2<ALIGNED>(r8 + 64 * h + 32 + at, p8);
-            high[0] = load_word_2<ALIGNED>(r0 + 128 + 32 * h + at, p0);
-            high[1] = load_word_2<ALIGNED>(r8 + 128 + 32 * h + at, p8);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int s = 8 * h + 2 * j + lh;
-                uint32_t a[2];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const uint32_t two = j < 2 ? high[r] << (4 - 2 * j) : high[r] >> (2 * j - 4);
-                    a[r] = ((j >= 2 ? low[j & 1][r] >> 4 : low[j & 1][r]) & 0x0f0f0f0fu) | (two & 0x30303030u);
-                }
-                int sc0, sc8;
-                const uint32_t select = (s & 3) | (8 + (s & 3)) << 4 | (8 + (s & 3)) << 8 | (8 + (s & 3)) << 12;
-                asm("prmt.b32 %0, %1, 0, %2;" : "=r"(sc0) : "r"(s0[s >> 2]), "r"(select));
-                asm("prmt.b32 %0, %1, 0, %2;" : "=r"(sc8) : "r"(s8[s >> 2]), "r"(select));
-#pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    int dot[4];
-                    mma_s8_k16(dot, a[0], a[1], x.frag[n][2 * (s >> 1) + (s & 1)]);
-                    multiply_add(acc[n], dot, sc0, sc8);
-                }
-            }
+        for (int r = 0; r < 2; ++r) {
+            const uint32_t from = down[r] + 16 * lh + 4 * q;
+            const uint32_t low0 = load_word_2<ALIGNED>(from + 64 * h, select[r]);
+            const uint32_t low1 = load_word_2<ALIGNED>(from + 64 * h + 32, select[r]);
+            const uint32_t high = load_word_2<ALIGNED>(from + 128 + 32 * h, select[r]);
+            const uint32_t even = high & 0x33333333u, odd = high & 0xccccccccu;
+            a[0][r] = merge_bits<0x0f0f0f0fu>(low0, even << 4);
+            a[1][r] = merge_bits<0x0f0f0f0fu>(low1, odd << 2);
+            a[2][r] = merge_bits<0x0f0f0f0fu>(low0 >> 4, even);
+            a[3][r] = merge_bits<0x0f0f0f0fu>(low1 >> 4, odd >> 2);
         }
-    }
-    const uint32_t own0 = q < 2 ? (q ? s0[1] : s0[0]) : (q == 2 ? s0[2] : s0[3]);
-    const uint32_t own8 = q < 2 ? (q ? s8[1] : s8[0]) : (q == 2 ? s8[2] : s8[3]);
+        each_of<4>([&](auto J) {
+            constexpr int j = decltype(J)::value, s = 8 * h + 2 * j + lh;
+            const int sc0 = signed_byte_of<(s & 3)>(scales[0][s >> 2]), sc8 = signed_byte_of<(s & 3)>(scales[1][s >> 2]);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                int dot[4];
+                mma_s8_k16(dot, a[j][0], a[j][1], x.frag[n][s]);
+                multiply_add(acc[n], dot, sc0, sc8);
+            }
+        });
+    };
+    each_of<4>(quarters);
+    const uint32_t own0 = q < 2 ? (q ? scales[0][1] : scales[0][0]) : (q == 2 ? scales[0][2] : scales[0][3]);
+    const uint32_t own8 = q < 2 ? (q ? scales[1][1] : scales[1][0]) : (q == 2 ? scales[1][2] : scales[1][3]);
     const float d0 = __half2float(*reinterpret_cast<const __half*>(r0 + 208));
     const float d8 = __half2float(*reinterpret_cast<const __half*>(r8 + 208));
 #pragma unroll

@@ -120,15 +120,32 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     }
 }
 
-// Byte `i` of `w`, zero- or sign-extended.
+// Byte `i` of `w`, zero- or sign-extended. In one instruction: what the compiler makes of __byte_perm may be two.
 template <int I>
 __device__ __forceinline__ int byte_of(uint32_t w) {
-    return static_cast<int>(__byte_perm(w, 0, 0x4440 + I));
+    int r;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(w), "n"(0x4440 + I));
+    return r;
 }
 template <int I>
 __device__ __forceinline__ int signed_byte_of(uint32_t w) {
     int r;
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(w), "n"(I | (8 + I) << 4 | (8 + I) << 8 | (8 + I) << 12));
+    return r;
+}
+
+// Bits of `a` where the mask has ones, else those of `b`.
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t merge_bits(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(MASK));
+    return r;
+}
+
+// A word of shared memory.
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+    uint32_t r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address));
     return r;
 }
 
