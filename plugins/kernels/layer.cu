@@ -20,9 +20,10 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.mixer_width = has_attention(p) ? static_cast<int64_t>(p.attention.heads) * p.attention.head_dim
                                      : static_cast<int64_t>(p.delta_net.v_heads) * p.delta_net.head_dim;
     w.input = rows(w.input_width);
+    w.row_squares = rows(16);
+    // from here on in the order of use: the persistent kernel clears what it has not used yet
     w.mixer = rows(w.mixer_width);
     w.squares = rows(4 * p.delta_net.v_heads);
-    w.row_squares = rows(16);
     w.residual = rows(p.d);
     w.ffn = rows(p.gate.n);
     const NextnGatedDeltaNet& g = p.delta_net;

@@ -1,64 +1,31 @@
 // A decoder layer in one persistent launch, up to 8 tokens (see layer_decode.cuh).
-#include "layer_consumer.cuh"
+#include "layer_helpers.cuh"
 
 namespace nextn {
 namespace {
 
-// A block gets 640 x 96 registers, given out to groups of four warps: the producer has a group of its own and passes most
-// of its share on (24 + 4 x 112 <= 5 x 96).
-constexpr int kPRODUCERS = 128;
+// A block gets 640 x 96 registers, given out to groups of four warps: the helpers pass most of their share on (in all at
+// most 5 x 96).
+constexpr int kHELPERS = 128;
+template <bool ONE>
+constexpr int kHELPER_REGISTERS = ONE ? 56 : 24;
+template <bool ONE>
+constexpr int kCONSUMER_REGISTERS = ONE ? 104 : 112;
 
 constexpr int kMAX_SUPERS = kWARPS, kMAX_DOWN_CHUNKS = 4;
 
-// Stages under way at most, about what the memory needs to be busy: with more, everything else that the block reads or
-// writes queues up behind them.
-#ifndef IF
-#define IF 2
-#endif
-constexpr int kIN_FLIGHT = IF;
-
-template <int NT>
-__device__ __forceinline__ void produce(const LayerParams& p, LayerShared<NT>& s, uint8_t* ring, int lane) {
-    RingPosition at, landed;  // landed: kIN_FLIGHT stages behind
-    const int grid = gridDim.x;
-    int issued = 0;
-    for (int k = p.first; k <= p.last; ++k) {
-        const Phase& f = p.phase[k];
-        const int wide = min(kWARPS, f.supers);
-        for (int i = 0; i < f.segments; ++i) {
-            const Segment& g = f.segment[i];
-            const int size = super_bytes(g.type), stride = stage_row(g.type, wide), step = g.second ? grid : kPAIR * grid;
-            for (int u = first_tile(g); u < g.tiles; u += step)
-                for (int c = 0; c < f.chunks; ++c)
-                    for (int j = 0; j < (g.second || u + grid < g.tiles ? 2 : 1); ++j) {
-                        if (issued++ >= kIN_FLIGHT) {
-                            mbarrier_wait(s.full + landed.stage, landed.phase);
-                            landed.next(p.stages);
-                        }
-                        mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
-                        const int tile = g.second ? u : u + j * grid;
-                        const int64_t row = min(tile * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
-                        if (lane < kTILE_ROWS)
-                            produce_row((j && g.second ? g.second : g.weight) + row + c * kWARPS * size,
-                                        ring + at.stage * p.stage_bytes + lane * stride,
-                                        min(kWARPS, f.supers - c * kWARPS) * size, s.full + at.stage);
-                        at.next(p.stages);
-                    }
-        }
-    }
-}
-
-template <int NT>
-constexpr size_t kSHARED_BYTES = round_up(sizeof(LayerShared<NT>), 128);
+template <bool ONE, int NT>
+constexpr size_t kSHARED_BYTES = round_up(sizeof(LayerShared<ONE, NT>), 128);
 
 template <bool ONE, int NT>
-__global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const __grid_constant__ LayerParams p) {
+__global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __grid_constant__ LayerParams p) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) uint8_t memory[];
-    auto& s = *reinterpret_cast<LayerShared<NT>*>(memory);
-    uint8_t* ring = memory + kSHARED_BYTES<NT>;
+    auto& s = *reinterpret_cast<LayerShared<ONE, NT>*>(memory);
+    uint8_t* ring = memory + kSHARED_BYTES<ONE, NT>;
     uint8_t* scratch = ring + p.stages * p.stage_bytes;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    // by way of a shuffle, so that the compiler knows that a warp's lanes agree on it
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
@@ -66,48 +33,54 @@ __global__ void __launch_bounds__(kTHREADS + kPRODUCERS, 1) layer_kernel(const _
             mbarrier_init(s.empty + i, kWARPS);
         }
         mbarrier_init(&s.go, kWARPS);
+        mbarrier_init(&s.own_clear, 1);
+        mbarrier_init(&s.all_clear, 1);
+        for (int i = 0; i < kBUFFERS<ONE>; ++i) {
+            mbarrier_init(s.given + i, kWARPS);
+            mbarrier_init(s.taken + i, 1);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (warp >= kWARPS) {
-        fewer_registers<24>();
+        fewer_registers<kHELPER_REGISTERS<ONE>>();
         if (warp == kWARPS) {
-#ifndef NOGO
-            mbarrier_wait(&s.go, 0);  // what the consumers need first would queue up behind the weights
-#endif
-            produce(p, s, ring, lane);
+            if (!ONE) mbarrier_wait(&s.go, 0);  // what the consumers need first would queue up behind the weights
+            bring_weights(p, s, ring, lane);
+        } else if (warp == kWARPS + 1) {
+            wait_for_predecessor();
+            clear_and_fetch<ONE>(p, s, lane);
+        } else if (ONE) {
+            wait_for_predecessor();
+            add_up(p, s, warp - kWARPS - 2, lane);
         }
         return;
     }
-    more_registers<112>();
+    more_registers<kCONSUMER_REGISTERS<ONE>>();
     trace(p, 0);
     // of every four warps, which share a scheduler, two own even superblocks: those of Q6_K take less time
-    Consumer<ONE, NT> c = {p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, warp ^ (warp >> 2 & 1), {}, 0, 0};
-    c.request_norm(p.phase[p.first], p.source[p.first]);
+    Consumer<ONE, NT> c = {p,    s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, warp ^ (warp >> 2 & 1),
+                           {}, {}, 0, 0};
+    c.request_norm(p.first);
     wait_for_predecessor();
+    c.grid = GridBarrier(p.sync);  // whose word the predecessor may have used
     trace(p, 1);
-    GridBarrier grid(p.sync);
-    DeltaBlock<ONE ? 1 : NT * kGroupTokens> delta(p, s.window, *reinterpret_cast<DeltaShared*>(scratch));
-    if (p.delta_net) delta.request_slot();
 #pragma unroll 1
-    for (int k = p.first; k <= p.last; ++k) {
-        c.prepare(p.phase[k], p.source[k], grid, k == p.first);
-        if (k == kINPUT && p.delta_net) delta.request_window();
+    for (int k = p.first;; ++k) {
+        c.prepare(k);
         if (k == p.first && p.last >= kGATE_UP) c.prefetch_norm();
         trace(p, 5 * k + 4);
-        c.multiply(p.phase[k]);
+        c.multiply(k);
         trace(p, 5 * k + 5);
         if (k == p.last) break;
-        if (k == kINPUT) delta.await_window();
-        c.request_norm(p.phase[k + 1], p.source[k + 1]);
-        grid.arrive();
-        if (k == kINPUT) delta.request_state();
-        grid.wait();
+        c.request_norm(k + 1);
+        if (k == p.first) mbarrier_wait(&s.all_clear, 0);
+        if (!ONE) c.meet();
         trace(p, 5 * k + 6);
-        if (k == kINPUT) {
-            delta.run(warp, lane);
+        if (k == kINPUT && p.delta_net) {
+            DeltaBlock<ONE ? 1 : NT * kGroupTokens>(p, s.window, *reinterpret_cast<DeltaShared*>(scratch)).run(warp, lane);
             trace(p, 22);
-            grid.sync();
+            if (!ONE) c.meet();
             trace(p, 23);
         }
     }
@@ -139,16 +112,21 @@ cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream
             stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
     const size_t slots = ONE ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
     const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared) : 0);
-    const size_t besides = kSHARED_BYTES<NT> + round_up(scratch, 128), room = limits.smem_per_block - besides;
+    const size_t besides = kSHARED_BYTES<ONE, NT> + round_up(scratch, 128), room = limits.smem_per_block - besides;
     p.stage_bytes = static_cast<int>(round_up(stage, 128));
     p.stages = static_cast<int>(min(room / p.stage_bytes, static_cast<size_t>(kMAX_STAGES)));
     if (p.stages < 2) return cudaErrorInvalidValue;
     Launch l;
     l.grid = dim3(limits.sm_count);
-    l.block = dim3(kTHREADS + kPRODUCERS);
+    l.block = dim3(kTHREADS + kHELPERS);
     l.smem = max(static_cast<size_t>(p.stages) * p.stage_bytes + besides, one_block_per_sm(limits, 0));
     l.pdl = pdl;
     return launch(l, stream, layer_kernel<ONE, NT>, p);
+}
+
+ClearRange range(void* from, const void* end) {
+    const auto bytes = static_cast<const uint8_t*>(end) - static_cast<uint8_t*>(from);
+    return {static_cast<uint4*>(from), ceil_div(bytes, sizeof(uint4))};
 }
 
 bool takes(const NextnLayerMatrix& m, int k, int most) {
@@ -192,9 +170,11 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart
     q.source[kGATE_UP] = {w.residual, p.d, p.ffn_norm, nullptr};
     q.source[kDOWN] = {w.ffn, p.gate.n, nullptr, nullptr};
     q.shared = matmul_workspace(w.matmul_work, p.t, w.widest).quantized;
+    q.row_squares = w.row_squares;
+    // what this launch writes and reads, but for the first product's results
+    q.floats = range(q.first == kINPUT ? w.mixer : w.ffn, w.ffn + p.t * static_cast<int64_t>(p.gate.n));
     q.delta = delta;
     q.squares = w.squares;
-    q.row_squares = w.row_squares;
     q.sync = p.sync;
     q.eps = p.eps;
     q.t = p.t;

@@ -1,11 +1,10 @@
 // Conv + Gated DeltaNet inside the persistent layer kernel: a block has 32 value columns of one head.
 //
-// What does not depend on this layer's input (state, windows, taps) is requested before the grid barrier, which also
-// stands between reading a shared window and overwriting it. The output norm's 1/rms is left to the reader of y: y here
+// What does not depend on this layer's input (state, windows, taps) is requested before that is there. The output norm's 1/rms is left to the reader of y: y here
 // is o * norm weight * silu(z), with the sums of o^2 beside it.
 #pragma once
 #include "gated_delta_net.cuh"
-#include "layer_decode.cuh"
+#include "layer_flow.cuh"
 
 namespace nextn {
 
@@ -13,6 +12,7 @@ constexpr int kGDN_CHANNELS = 2 * kGDN_DIM + kGDN_COLUMNS;  // that a block conv
 
 struct __align__(16) DeltaWindow {
     float rows[kGDN_KERNEL - 1][kGDN_CHANNELS];
+    int slot;
 };
 struct DeltaShared {
     float q[NEXTN_MAX_DECODE_T][kGDN_DIM], k[NEXTN_MAX_DECODE_T][kGDN_DIM];
@@ -21,6 +21,35 @@ struct DeltaShared {
     Gates gates[NEXTN_MAX_DECODE_T];
     float kq[NEXTN_MAX_DECODE_T];
 };
+
+__device__ __forceinline__ int delta_channel(const NextnGatedDeltaNet& g, int head, int column0, int i) {
+    const int k_head = head % g.k_heads;
+    return i < kGDN_DIM       ? k_head * kGDN_DIM + i
+           : i < 2 * kGDN_DIM ? (g.k_heads + k_head) * kGDN_DIM + i - kGDN_DIM
+                              : (2 * g.k_heads + head) * kGDN_DIM + column0 + i - 2 * kGDN_DIM;
+}
+
+// One warp: old windows of the block's channels to shared memory, what else it will need to L2.
+__device__ __forceinline__ void fetch_windows(const LayerParams& p, DeltaWindow& old, int lane) {
+    constexpr int kPIECES = kGDN_CHANNELS / 4, kBEFORE = kGDN_KERNEL - 1;
+    const NextnGatedDeltaNet& g = p.delta;
+    const int h = blockIdx.x / kGDN_PARTS, column0 = blockIdx.x % kGDN_PARTS * kGDN_COLUMNS, slot = __ldcg(g.slot);
+    old.slot = slot;
+    if (h >= g.v_heads) return;
+    const int64_t channels = (2 * g.k_heads + g.v_heads) * static_cast<int64_t>(kGDN_DIM);
+    for (int i = lane; i < kBEFORE * kPIECES; i += 32) {
+        const int row = i / kPIECES, c = i % kPIECES * 4;
+        cp_async_16(&old.rows[row][c],
+                    g.conv_pool + (static_cast<int64_t>(max(slot, 0)) * kBEFORE + row) * channels +
+                        delta_channel(g, h, column0, c),
+                    slot >= 0);
+    }
+    cp_async_commit();
+    for (int i = lane; i < kGDN_CHANNELS; i += 32)
+        prefetch_l2(g.conv_weight + static_cast<int64_t>(delta_channel(g, h, column0, i)) * kGDN_KERNEL);
+    for (int i = lane; slot >= 0 && i < kGDN_DIM; i += 32)
+        prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + i) * kGDN_DIM + column0);
+}
 
 // A warp has 32 rows of 8 columns of the state, a lane 8 rows of one: accesses are whole sectors, and a sum over the rows
 // is two shuffles and one exchange among the four warps of the same columns.
@@ -32,7 +61,7 @@ struct DeltaBlock {
     const NextnGatedDeltaNet& g;
     DeltaWindow& old;
     DeltaShared& s;
-    int h, k_head, column0, slot;
+    int h, column0, slot;
     int quarter, group, row0, column;       // of the state
     bool active;
     float state[kROWS];
@@ -40,10 +69,10 @@ struct DeltaBlock {
     __device__ __forceinline__ DeltaBlock(const LayerParams& params, DeltaWindow& before, DeltaShared& shared)
         : p(params), g(params.delta), old(before), s(shared) {
         const int unit = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+        slot = before.slot;
         active = unit < g.v_heads * kGDN_PARTS;
         h = unit / kGDN_PARTS;
         column0 = unit % kGDN_PARTS * kGDN_COLUMNS;
-        k_head = h % g.k_heads;
         quarter = warp & 3;
         group = warp >> 2;
         row0 = 32 * quarter + kROWS * (lane >> 3);
@@ -56,30 +85,7 @@ struct DeltaBlock {
         return g.state_pool + ((static_cast<int64_t>(to) * g.v_heads + h) * kGDN_DIM + row0) * kGDN_DIM + column0 + column;
     }
 
-    __device__ __forceinline__ int channel_of(int i) const {
-        return i < kGDN_DIM       ? k_head * kGDN_DIM + i
-               : i < 2 * kGDN_DIM ? (g.k_heads + k_head) * kGDN_DIM + i - kGDN_DIM
-                                  : (2 * g.k_heads + h) * kGDN_DIM + column0 + i - 2 * kGDN_DIM;
-    }
-
-    __device__ __forceinline__ void request_slot() { slot = active ? __ldcg(g.slot) : -1; }
-    // Old windows: other blocks overwrite them after the next grid barrier.
-    __device__ __forceinline__ void request_window() {
-        constexpr int kPIECES = kGDN_CHANNELS / 4;
-        const int i = threadIdx.x, row = i / kPIECES, c = i % kPIECES * 4;
-        if (!active) return;
-        if (row < kBEFORE)
-            cp_async_16(&old.rows[row][c],
-                        g.conv_pool + (static_cast<int64_t>(max(slot, 0)) * kBEFORE + row) * channels() + channel_of(c),
-                        slot >= 0);
-        cp_async_commit();
-        if (i < kGDN_CHANNELS) prefetch_l2(g.conv_weight + static_cast<int64_t>(channel_of(i)) * kGDN_KERNEL);
-        if (slot >= 0 && i < kGDN_DIM)
-            prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + i) * kGDN_DIM + column0);
-    }
-    __device__ __forceinline__ void await_window() { cp_async_wait<0>(); }
     __device__ __forceinline__ void request_state() {
-        if (!active) return;
         const float* from = state_at(max(slot, 0));
 #pragma unroll
         for (int i = 0; i < kROWS; ++i) state[i] = __ldcg(from + i * kGDN_DIM);
@@ -87,12 +93,14 @@ struct DeltaBlock {
 
     // Conv of this thread's channel for all tokens, and the windows after each of them.
     __device__ __forceinline__ void conv() {
-        const int i = threadIdx.x, channel = channel_of(i);
+        const int i = threadIdx.x, channel = delta_channel(g, h, column0, i);
         const float4 w = __ldg(reinterpret_cast<const float4*>(g.conv_weight) + channel);
         const float taps[kGDN_KERNEL] = {w.x, w.y, w.z, w.w};
         float row[kBEFORE + MAX_T];
 #pragma unroll
-        for (int t = 0; t < MAX_T; ++t) row[kBEFORE + t] = t < p.t ? __ldcg(g.qkv + t * g.ld_qkv + channel) : 0.0f;
+        for (int t = 0; t < MAX_T; ++t) row[kBEFORE + t] = t < p.t ? load_now(g.qkv + t * g.ld_qkv + channel) : 0.0f;
+#pragma unroll
+        for (int t = 0; t < MAX_T; ++t) await(g.qkv + t * g.ld_qkv + channel, row[kBEFORE + t]);
 #pragma unroll
         for (int j = 0; j < kBEFORE; ++j) row[j] = old.rows[j][i];
         // q and k belong to all value heads of a key head: the first one keeps their windows
@@ -173,16 +181,24 @@ struct DeltaBlock {
         for (int i = 0; i < kROWS; ++i) pool[i * kGDN_DIM] = state[i];
     }
 
+    __device__ __forceinline__ static float read(const float* at) {
+        float v = load_now(at);
+        await(at, v);
+        return v;
+    }
+
     __device__ __forceinline__ void run(int warp, int lane) {
         if (!active) return;  // the whole block
+        request_state();
+        consumers_sync();  // `s` may have been something else's
         if (threadIdx.x < kGDN_CHANNELS) conv();
         if (warp == kWARPS - 1 && lane < p.t)
-            s.gates[lane] = gates_of(g, __ldcg(g.alpha + lane * g.ld_gate + h), __ldcg(g.beta + lane * g.ld_gate + h), h);
+            s.gates[lane] = gates_of(g, read(g.alpha + lane * g.ld_gate + h), read(g.beta + lane * g.ld_gate + h), h);
         const int i = threadIdx.x - 320;  // warps that convolve nothing
         if (i >= 0 && i < 128)
             for (int j = i; j < p.t * kGDN_COLUMNS; j += 128) {
                 const int t = j / kGDN_COLUMNS, c = j % kGDN_COLUMNS;
-                const float z = __ldcg(g.z + t * g.ld_z + h * kGDN_DIM + column0 + c);
+                const float z = read(g.z + t * g.ld_z + h * kGDN_DIM + column0 + c);
                 s.gate[t][c] = __fmul_rn(__ldg(g.norm_weight + column0 + c), silu(z));
             }
         if (slot < 0)
@@ -193,10 +209,12 @@ struct DeltaBlock {
         consumers_sync();
         for (int t = 0; t < p.t; ++t) step(t, lane);
         consumers_sync();
-        if (warp >= p.t) return;
-        const float o = s.o[warp][lane], sum = warp_sum(__fmul_rn(o, o));
-        g.y[warp * g.ld_y + h * kGDN_DIM + column0 + lane] = __fmul_rn(o, s.gate[warp][lane]);
-        if (lane == 0) p.squares[(warp * g.v_heads + h) * kGDN_PARTS + column0 / kGDN_COLUMNS] = sum;
+        if (warp < p.t) {
+            const float o = s.o[warp][lane], sum = warp_sum(__fmul_rn(o, o));
+            g.y[warp * g.ld_y + h * kGDN_DIM + column0 + lane] = __fmul_rn(o, s.gate[warp][lane]);
+            if (lane == 0) p.squares[(warp * g.v_heads + h) * kGDN_PARTS + column0 / kGDN_COLUMNS] = sum;
+        }
+        consumers_sync();  // `s` may become something else's
     }
 };
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ void pack_sum32(uint8_t* out, int token, int sub, int
 __device__ __forceinline__ void pack_sum16(uint8_t* out, int token, int sub, int sum) {
 #pragma unroll
     for (int low = 0; low < 2; ++low) {
-        const OffsetDigits d = offset_digits(sum, low);
+        const OffsetColumn d = offset_column(sum, low);
         uint8_t* at = out + ((2 * token + low) * 4 + (sub >> 2)) * 8 + (sub & 3);
         at[0] = static_cast<uint8_t>(d.first);
         at[4] = static_cast<uint8_t>(d.second);

@@ -11,9 +11,6 @@ namespace nextn {
 // 256 * 110: hi and lo fit in int8, and sums over 32 values in what min_digit takes.
 constexpr float kQUANT_RANGE = 28160.0f;
 
-// Round to nearest for |x| < 2^22 without the slow conversion unit.
-__device__ __forceinline__ int round_to_int(float x) { return __float_as_int(__fadd_rn(x, 12582912.0f)) - 0x4b400000; }
-
 // Scale and its inverse for a superblock whose largest |x| has these bits.  Below 1e-30 all counts as zero (the inverse
 // would overflow); NaN and anything from 2^126 up, where the quick division ends, give a NaN scale, so that they reach the
 // output.
@@ -32,17 +29,13 @@ struct QuantWord {
     int sum;
 };
 __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
-    const int a[4] = {round_to_int(__fmul_rn(v.x, inverse)), round_to_int(__fmul_rn(v.y, inverse)),
-                      round_to_int(__fmul_rn(v.z, inverse)), round_to_int(__fmul_rn(v.w, inverse))};
-    uint32_t hi[4], lo[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        hi[i] = (a[i] + 128) >> 8;
-        lo[i] = a[i] - (hi[i] << 8);
-    }
-    return {__byte_perm(__byte_perm(hi[0], hi[1], 0x0040), __byte_perm(hi[2], hi[3], 0x0040), 0x5410),
-            __byte_perm(__byte_perm(lo[0], lo[1], 0x0040), __byte_perm(lo[2], lo[3], 0x0040), 0x5410),
-            a[0] + a[1] + a[2] + a[3]};
+    constexpr float kMAGIC = 12582912.0f + 128.0f;  // where floats are 1 apart: the low bits are the rounded value + 128
+    constexpr uint32_t kBIAS = 0x4b400000u + 128;
+    const auto biased = [&](float x) { return __float_as_uint(__fmaf_rn(x, inverse, kMAGIC)); };
+    const uint32_t a[4] = {biased(v.x), biased(v.y), biased(v.z), biased(v.w)};
+    const uint32_t first = __byte_perm(a[0], a[1], 0x5410), second = __byte_perm(a[2], a[3], 0x5410);
+    return {__byte_perm(first, second, 0x7531), __byte_perm(first, second, 0x6420) ^ 0x80808080u,
+            static_cast<int>(a[0] + a[1] + a[2] + a[3] - 4 * kBIAS)};
 }
 
 // Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 880, digit = first +
@@ -56,14 +49,22 @@ __device__ __forceinline__ MinDigit min_digit(int sum, bool low) {
     return {v - 6 * rest, rest};
 }
 
-// Sums over 16 values against the scales of Q6_K: 16384*d2 + 128*d1 + d0, digits within +-64.  The first operand has d2
-// in column hi and d1 in lo, the second 0 and d0.
+// Sums over 16 values against the scales of Q6_K: 128*rest + low, rest = 128*d2 + d1, low and d1 within +-64, d2 less.  The
+// first operand has d2 in column hi and d1 in lo, the second 0 and low.
 struct OffsetDigits {
+    int rest, low;
+};
+__device__ __forceinline__ OffsetDigits offset_digits(int sum) {
+    const int low = ((sum + 64) & 127) - 64;
+    return {(sum - low) >> 7, low};
+}
+struct OffsetColumn {
     int first, second;
 };
-__device__ __forceinline__ OffsetDigits offset_digits(int sum, bool low) {
-    const int d0 = ((sum + 64) & 127) - 64, rest = (sum - d0) >> 7, d1 = ((rest + 64) & 127) - 64;
-    return {low ? d1 : (rest - d1) >> 7, low ? d0 : 0};
+__device__ __forceinline__ OffsetColumn offset_column(int sum, bool low) {
+    const OffsetDigits d = offset_digits(sum);
+    const int d1 = ((d.rest + 64) & 127) - 64;
+    return {low ? d1 : (d.rest - d1) >> 7, low ? d.low : 0};
 }
 
 __device__ __forceinline__ uint32_t pack_bytes(int a, int b, int c, int d) {
@@ -194,9 +195,9 @@ struct TokenOperand {
 
     // Operand words from the sums that a lane needs: over 16 values 4q .. 4q+3, or over 32 values 4*(q%2) ...
     static __device__ __forceinline__ uint2 pack_six(const int (&need)[4], bool low) {
-        OffsetDigits d[4];
+        OffsetColumn d[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) d[i] = offset_digits(need[i], low);
+        for (int i = 0; i < 4; ++i) d[i] = offset_column(need[i], low);
         return make_uint2(pack_bytes(d[0].first, d[1].first, d[2].first, d[3].first),
                           pack_bytes(d[0].second, d[1].second, d[2].second, d[3].second));
     }

@@ -18,13 +18,13 @@ from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
 LAYERS, REPEATS = 8, 3
 BLOCKS = 132
 PHASES = ("input", "output", "gate/up", "down")
-# Points of the trace in the order they are reached, each with what came before it. One token: 5 k + 2, phase k's rows are
-# read; 3: quantised; 4: in registers; 5: product done; 6: barrier passed.
+# Points of the trace in the order they are reached, each with what came before it. 5 k + 2: phase k has its rows (one
+# token); 3: quantised; 4: operands ready; 5: product done; 6: barrier passed (one token: none).
 POINTS = [(0, ""), (1, "predecessor")]
 for _k, _phase in enumerate(PHASES):
     POINTS += [
         (5 * _k + 2 + i, f"{_phase} {part}")
-        for i, part in enumerate("rows quantising operands product barrier".split())
+        for i, part in enumerate(["rows", "quantising", "operands", "product", "barrier"])
     ]
 POINTS = [*POINTS[:7], (22, "delta net"), (23, "barrier"), *POINTS[7:-1]]
 TRACED = 24  # clocks a block
