@@ -131,7 +131,8 @@ __device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, c
         }
         each_of<4>([&](auto J) {
             constexpr int j = decltype(J)::value, s = 8 * h + 2 * j + lh;
-            const int sc0 = signed_byte_of<(s & 3)>(scales[0][s >> 2]), sc8 = signed_byte_of<(s & 3)>(scales[1][s >> 2]);
+            const int sc0 = signed_byte_of<(s & 3)>(scales[0][s >> 2]),
+                      sc8 = signed_byte_of<(s & 3)>(scales[1][s >> 2]);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 int dot[4];

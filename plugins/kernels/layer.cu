@@ -27,9 +27,8 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.residual = rows(p.d);
     w.ffn = rows(p.gate.n);
     const NextnGatedDeltaNet& g = p.delta_net;
-    w.mixer_bytes = has_attention(p)
-                        ? nextn_attention_workspace(p.t, p.attention.heads, p.attention.head_dim)
-                        : nextn_gated_delta_net_workspace(p.t, g.k_heads, g.v_heads, g.head_dim);
+    w.mixer_bytes = has_attention(p) ? nextn_attention_workspace(p.t, p.attention.heads, p.attention.head_dim)
+                                     : nextn_gated_delta_net_workspace(p.t, g.k_heads, g.v_heads, g.head_dim);
     w.mixer_work = take(w.mixer_bytes);
     w.widest = max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n);
     w.matmul_bytes = nextn_matmul_workspace(p.t, w.widest);
@@ -132,7 +131,9 @@ bool valid(const NextnLayer& p) {
 }  // namespace
 }  // namespace nextn
 
-NEXTN_API size_t nextn_layer_workspace(const NextnLayer* layer) { return nextn::layer_workspace(nullptr, *layer).bytes; }
+NEXTN_API size_t nextn_layer_workspace(const NextnLayer* layer) {
+    return nextn::layer_workspace(nullptr, *layer).bytes;
+}
 
 NEXTN_API cudaError_t nextn_layer(const NextnLayer* layer, cudaStream_t stream) {
     using namespace nextn;

@@ -5,7 +5,8 @@
 
 namespace nextn {
 
-// A tile's sums of one warp: [token][row], of one token 16 floats. partial: [buffer][superblock's place][tile of the pair].
+// A tile's sums of one warp: [token][row], of one token 16 floats. partial: [buffer][superblock's place][tile of the
+// pair].
 template <bool ONE, int NT>
 constexpr int kTILE_FLOATS = ONE ? kTILE_ROWS : NT * kGroupTokens * kTILE_ROWS;
 template <bool ONE, int NT>
@@ -17,8 +18,8 @@ constexpr int kBUFFERS = ONE ? 4 : 2;
 template <bool ONE, int NT>
 struct LayerShared {
     float partial[kBUFFERS<ONE>][kWARPS * kWARP_FLOATS<ONE, NT>];
-    float squares[kPHASES][kWARPS];     // of one token's row, by superblock
-    float factor[NEXTN_MAX_DECODE_T];   // of several tokens
+    float squares[kPHASES][kWARPS];    // of one token's row, by superblock
+    float factor[NEXTN_MAX_DECODE_T];  // of several tokens
     DeltaWindow window;
     uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];       // of the weight ring
     uint64_t given[kBUFFERS<ONE>], taken[kBUFFERS<ONE>];  // of partial, one token
@@ -26,8 +27,8 @@ struct LayerShared {
     uint64_t own_clear, all_clear;                        // see clear_and_fetch
 };
 
-// The value in a register, from here on: the compiler would work it out anew for every tile, or what follows from it before
-// everything else, and run out of registers.
+// The value in a register, from here on: the compiler would work it out anew for every tile, or what follows from it
+// before everything else, and run out of registers.
 __device__ __forceinline__ int keep(int v) {
     asm volatile("" : "+r"(v));
     return v;
@@ -106,7 +107,8 @@ struct Consumer {
     }
     // Of token `warp`; valid after the next consumers_sync.
     __device__ __forceinline__ void find_factor(int k) {
-        const int supers = p.phase[k].supers, token = min(warp, p.t - 1);  // columns of absent tokens repeat the last one's
+        const int supers = p.phase[k].supers,
+                  token = min(warp, p.t - 1);  // columns of absent tokens repeat the last one's
         float total = 0.0f;
         if (p.source[k].norm) {
             if (lane < supers) total = __ldcg(p.row_squares + token * kWARPS + lane);
@@ -175,8 +177,8 @@ struct Consumer {
         if (lane == 0) mbarrier_arrive(s.given + buffer);
     }
 
-    // Several tokens: stores the sums over the warps of a pair of tiles (or of gate and up), an output a thread. Warps take
-    // turns, so that none falls behind.
+    // Several tokens: stores the sums over the warps of a pair of tiles (or of gate and up), an output a thread. Warps
+    // take turns, so that none falls behind.
     __device__ __forceinline__ void finish(const Phase& f, const Segment& g, int u, int count,
                                            const float (&y)[kPAIR][NT][2], int lane) {
         constexpr int kTILE = kTILE_FLOATS<ONE, NT>, kWARP = kWARP_FLOATS<ONE, NT>;
@@ -233,7 +235,8 @@ struct Consumer {
                     const int sb = mine ? c * kWARPS + own : 0;
                     if constexpr (ONE) {
                         if (c && mine && u == first_tile(g))
-                            quantize_later(values_at(p.source[k], 0, sb, lane), last_value(p.source[k], sb), slots + sb, lane);
+                            quantize_later(values_at(p.source[k], 0, sb, lane), last_value(p.source[k], sb), slots + sb,
+                                           lane);
                         load_slot(slots[sb], one, own & 1, lane);
                     } else
                         x.load(p.shared, sb, lane);

@@ -4,8 +4,8 @@
 namespace nextn {
 namespace {
 
-// A block gets 640 x 96 registers, given out to groups of four warps: the helpers pass most of their share on (in all at
-// most 5 x 96).
+// A block gets 640 x 96 registers, given out to groups of four warps: the helpers pass part of their share on (in all
+// at most 5 x 96).
 constexpr int kHELPERS = 128;
 template <bool ONE>
 constexpr int kHELPER_REGISTERS = ONE ? 56 : 24;
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
     more_registers<kCONSUMER_REGISTERS<ONE>>();
     trace(p, 0);
     // of every four warps, which share a scheduler, two own even superblocks: those of Q6_K take less time
-    Consumer<ONE, NT> c = {p,    s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, warp ^ (warp >> 2 & 1),
-                           {}, {}, 0, 0};
+    Consumer<ONE, NT> c = {
+        p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, warp ^ (warp >> 2 & 1), {}, {}, 0, 0};
     c.request_norm(p.first);
     wait_for_predecessor();
     c.grid = GridBarrier(p.sync);  // whose word the predecessor may have used
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
         if (!ONE) c.meet();
         trace(p, 5 * k + 6);
         if (k == kINPUT && p.delta_net) {
-            DeltaBlock<ONE ? 1 : NT * kGroupTokens>(p, s.window, *reinterpret_cast<DeltaShared*>(scratch)).run(warp, lane);
+            DeltaBlock<ONE ? 1 : NT * kGroupTokens>(p, s.window, *reinterpret_cast<DeltaShared*>(scratch))
+                .run(warp, lane);
             trace(p, 22);
             if (!ONE) c.meet();
             trace(p, 23);
@@ -96,8 +97,8 @@ Phase phase_of(int k, const NextnLayerMatrix* matrices, int count, float* y, int
     int before = 0;
     for (int i = 0; i < count; ++i) {
         const NextnLayerMatrix& m = matrices[i];
-        f.segment[i] = {static_cast<const uint8_t*>(m.weight), nullptr, y, m.type, m.n, ceil_div(m.n, kTILE_ROWS),
-                        before % blocks};
+        f.segment[i] = {
+            static_cast<const uint8_t*>(m.weight), nullptr, y, m.type, m.n, ceil_div(m.n, kTILE_ROWS), before % blocks};
         before += f.segment[i].tiles;
         y += m.n;
     }
@@ -136,12 +137,11 @@ bool takes(const NextnLayerMatrix& m, int k, int most) {
 }  // namespace
 
 LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits) {
-    const int mixer = has_attention(p) ? p.attention.heads * p.attention.head_dim
-                                       : p.delta_net.v_heads * p.delta_net.head_dim;
+    const int mixer =
+        has_attention(p) ? p.attention.heads * p.attention.head_dim : p.delta_net.v_heads * p.delta_net.head_dim;
     if (p.t > NEXTN_MAX_DECODE_T || limits.capability < 90 || limits.smem_per_block < 220 * 1024 ||
         (p.flags & NEXTN_LAYER_SEPARATE) || p.d < kMAX_SUPERS / 2 * kSUPER || !takes(p.output, mixer, kMAX_SUPERS) ||
-        !takes(p.gate, p.d, kMAX_SUPERS) ||
-        !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
+        !takes(p.gate, p.d, kMAX_SUPERS) || !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
         return LayerFusion::kNONE;
     const NextnGatedDeltaNet& g = p.delta_net;
     for (int i = 0; i < p.inputs; ++i)

@@ -35,10 +35,10 @@ struct ClearRange {
 struct LayerParams {
     Phase phase[kPHASES];
     RowSource source[kPHASES];
-    QuantizedRows shared;  // several tokens: rows of the product at hand, quantised by all blocks together
-    float* row_squares;    // their sums of x^2 by superblock, [t][kWARPS]
-    ClearRange floats;     // one token: to be cleared, see layer_flow.cuh
-    NextnGatedDeltaNet delta;   // rows and y set
+    QuantizedRows shared;      // several tokens: rows of the product at hand, quantised by all blocks together
+    float* row_squares;        // their sums of x^2 by superblock, [t][kWARPS]
+    ClearRange floats;         // one token: to be cleared, see layer_flow.cuh
+    NextnGatedDeltaNet delta;  // rows and y set
     float* squares;
     uint32_t* sync;
     float eps;
@@ -50,7 +50,8 @@ struct LayerParams {
 // needed later is brought to L2 first.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier word (tests.bench.layers reads it).
+// -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier words (tests.bench.layers reads
+// it).
 __device__ __forceinline__ void trace([[maybe_unused]] const LayerParams& p, [[maybe_unused]] int point) {
 #ifdef NEXTN_LAYER_TRACE
     if (threadIdx.x == 0) reinterpret_cast<long long*>(p.sync + 64)[24 * blockIdx.x + point] = clock64();

@@ -1,7 +1,7 @@
 // Conv + Gated DeltaNet inside the persistent layer kernel: a block has 32 value columns of one head.
 //
-// What does not depend on this layer's input (state, windows, taps) is requested before that is there. The output norm's 1/rms is left to the reader of y: y here
-// is o * norm weight * silu(z), with the sums of o^2 beside it.
+// What does not depend on this layer's input (state, windows, taps) is requested before that is there. The output
+// norm's 1/rms is left to the reader of y: y here is o * norm weight * silu(z), with the sums of o^2 beside it.
 #pragma once
 #include "gated_delta_net.cuh"
 #include "layer_flow.cuh"
@@ -16,7 +16,8 @@ struct __align__(16) DeltaWindow {
 };
 struct DeltaShared {
     float q[NEXTN_MAX_DECODE_T][kGDN_DIM], k[NEXTN_MAX_DECODE_T][kGDN_DIM];
-    float v[NEXTN_MAX_DECODE_T][kGDN_COLUMNS], gate[NEXTN_MAX_DECODE_T][kGDN_COLUMNS], o[NEXTN_MAX_DECODE_T][kGDN_COLUMNS];
+    float v[NEXTN_MAX_DECODE_T][kGDN_COLUMNS], gate[NEXTN_MAX_DECODE_T][kGDN_COLUMNS],
+        o[NEXTN_MAX_DECODE_T][kGDN_COLUMNS];
     float2 partials[2][4][kGDN_COLUMNS];  // by parity of the token and quarter of the rows
     Gates gates[NEXTN_MAX_DECODE_T];
     float kq[NEXTN_MAX_DECODE_T];
@@ -51,8 +52,8 @@ __device__ __forceinline__ void fetch_windows(const LayerParams& p, DeltaWindow&
         prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + i) * kGDN_DIM + column0);
 }
 
-// A warp has 32 rows of 8 columns of the state, a lane 8 rows of one: accesses are whole sectors, and a sum over the rows
-// is two shuffles and one exchange among the four warps of the same columns.
+// A warp has 32 rows of 8 columns of the state, a lane 8 rows of one: accesses are whole sectors, and a sum over the
+// rows is two shuffles and one exchange among the four warps of the same columns.
 template <int MAX_T>
 struct DeltaBlock {
     static constexpr int kBEFORE = kGDN_KERNEL - 1, kROWS = 8;
@@ -62,7 +63,7 @@ struct DeltaBlock {
     DeltaWindow& old;
     DeltaShared& s;
     int h, column0, slot;
-    int quarter, group, row0, column;       // of the state
+    int quarter, group, row0, column;  // of the state
     bool active;
     float state[kROWS];
 
@@ -82,7 +83,8 @@ struct DeltaBlock {
         return (2 * g.k_heads + g.v_heads) * static_cast<int64_t>(kGDN_DIM);
     }
     __device__ __forceinline__ float* state_at(int to) const {
-        return g.state_pool + ((static_cast<int64_t>(to) * g.v_heads + h) * kGDN_DIM + row0) * kGDN_DIM + column0 + column;
+        return g.state_pool + ((static_cast<int64_t>(to) * g.v_heads + h) * kGDN_DIM + row0) * kGDN_DIM + column0 +
+               column;
     }
 
     __device__ __forceinline__ void request_state() {
@@ -118,7 +120,8 @@ struct DeltaBlock {
             if (keeps && at >= 0)
 #pragma unroll
                 for (int j = 0; j < kBEFORE; ++j)
-                    __stcg(g.conv_pool + (static_cast<int64_t>(at) * kBEFORE + j) * channels() + channel, row[t + 1 + j]);
+                    __stcg(g.conv_pool + (static_cast<int64_t>(at) * kBEFORE + j) * channels() + channel,
+                           row[t + 1 + j]);
         }
     }
 

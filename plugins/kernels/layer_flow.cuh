@@ -1,8 +1,8 @@
 // How the rows of one token pass from block to block inside the persistent layer kernel, without barriers in between.
 //
-// What one block writes for others lies in memory that the launch has filled with a value that no result can have, a NaN
-// other than the one that arithmetic gives. Who needs a row reads it until none of it has that value. Every word speaks for
-// itself, so stores and loads need no order among them.
+// What one block writes for others lies in memory that the launch has filled with a value that no result can have, a
+// NaN other than the one that arithmetic gives. Who needs a row reads it until none of it has that value. Every word
+// speaks for itself, so stores and loads need no order among them.
 //   own tiles of the first product   cleared by the block itself, before it stores them
 //   everything else                  cleared by all blocks together, while they work on the first product
 #pragma once
@@ -26,7 +26,9 @@ __device__ __forceinline__ float4 load_now4(const float* p) {
     return v;
 }
 __device__ __forceinline__ bool absent(float v) { return __float_as_uint(v) == kABSENT; }
-__device__ __forceinline__ bool absent(const float4& v) { return absent(v.x) || absent(v.y) || absent(v.z) || absent(v.w); }
+__device__ __forceinline__ bool absent(const float4& v) {
+    return absent(v.x) || absent(v.y) || absent(v.z) || absent(v.w);
+}
 
 // v: what was read at p before; reads again until it is there.
 __device__ __forceinline__ void await(const float* p, float& v) {

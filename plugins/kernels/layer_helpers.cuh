@@ -1,5 +1,5 @@
-// The warps of the persistent layer kernel that do not multiply: one brings weights, one clears what the blocks pass to each
-// other and fetches old windows, two add up the consumers' partial sums of one token.
+// The warps of the persistent layer kernel that do not multiply: one brings weights, one clears what the blocks pass to
+// each other and fetches old windows, two add up the consumers' partial sums of one token.
 #pragma once
 #include "layer_consumer.cuh"
 
@@ -86,9 +86,9 @@ __device__ __forceinline__ void add_up(const LayerParams& p, Shared& s, int adde
     });
 }
 
-// What must be done before the first product's results can be used: old windows, which blocks share, have been read by all
-// before any of them is overwritten (of several tokens the grid barrier sees to that); of one token, memory that results
-// will flow through is clear (see layer_flow.cuh).
+// What must be done before the first product's results can be used. Old windows, which blocks share, have been read by
+// all before any of them is overwritten: of several tokens the grid barrier sees to that. Of one token, memory that
+// results will flow through is clear (see layer_flow.cuh).
 template <bool ONE, typename Shared>
 __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, Shared& s, int lane) {
     if (ONE && p.first < p.last) clear_own_tiles(p, lane);

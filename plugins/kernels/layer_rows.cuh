@@ -8,8 +8,8 @@ namespace nextn {
 
 // One token's superblock in shared memory, quantised.
 struct __align__(16) TokenSlot {
-    uint2 frag[2][4][4][2];     // [hi, lo][step / 2][q][step % 2]
-    uint2 sums[2][4];  // as TokenOperand's, [hi, lo][q]
+    uint2 frag[2][4][4][2];  // [hi, lo][step / 2][q][step % 2]
+    uint2 sums[2][4];        // as TokenOperand's, [hi, lo][q]
     int32_t sum16[16];
     float scale, padding[3];
 };
@@ -38,7 +38,8 @@ __device__ __forceinline__ int64_t value_of_lane(int superblock, int lane) {
 __device__ __forceinline__ const float* values_at(const RowSource& s, int token, int superblock, int lane) {
     return s.x + token * s.ldx + value_of_lane(superblock, lane);
 }
-__device__ __forceinline__ void request_values(const RowSource& s, int token, int superblock, int lane, float4 (&v)[2]) {
+__device__ __forceinline__ void request_values(const RowSource& s, int token, int superblock, int lane,
+                                               float4 (&v)[2]) {
     const float* x = values_at(s, token, superblock, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);
@@ -51,11 +52,12 @@ __device__ __forceinline__ void await_values(const RowSource& s, int token, int 
 }
 __device__ __forceinline__ void load_norm(const RowSource& s, int superblock, int lane, float4 (&norm)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) norm[h] = __ldg(reinterpret_cast<const float4*>(s.norm + value_of_lane(superblock, lane) + 16 * h));
+    for (int h = 0; h < 2; ++h)
+        norm[h] = __ldg(reinterpret_cast<const float4*>(s.norm + value_of_lane(superblock, lane) + 16 * h));
 }
 // v times the norm's weights and the head's factor. Returns, in every lane, the sum of x^2 where the row is normed.
-__device__ __forceinline__ float scale_values(const LayerParams& p, const RowSource& s, int token, int superblock, int lane,
-                                              float4 (&v)[2], const float4 (&norm)[2]) {
+__device__ __forceinline__ float scale_values(const LayerParams& p, const RowSource& s, int token, int superblock,
+                                              int lane, float4 (&v)[2], const float4 (&norm)[2]) {
     float sum = 0.0f;
     if (s.norm) {
         sum = squares_of(v[0], v[1]);
@@ -96,9 +98,10 @@ __device__ __forceinline__ void quantize_slot(TokenSlot& slot, int lane, const f
     word[4] = static_cast<int8_t>(digit.rest);
 }
 
-// One token's values at x of a lane when they are there, first the last of the superblock, at `last`: then most likely all are.
+// A lane's values at x of one token's superblock when they are there. `last`: the superblock's last value; when that is
+// there, most likely all are.
 __device__ __forceinline__ void await_superblock(const float* x, const float* last, float4 (&v)[2]) {
-    while (__any_sync(~0u, absent(load_now(last)))) {}
+    while (__any_sync(~0u, absent(load_now(last)))) __nanosleep(100);  // others need the memory too
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);
 #pragma unroll
@@ -148,10 +151,11 @@ __device__ __forceinline__ void load_slot(const TokenSlot& slot, OneToken<TYPE>&
     x.scale = slot.scale;
 }
 
-// Several tokens: all blocks together quantise the rows of a product, a warp a superblock of a token. norm: of the first.
+// Several tokens: all blocks together quantise the rows of a product, a warp a superblock of a token. norm: of the
+// first.
 template <int NT>
-__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp, int lane,
-                                                float4 (&norm)[2]) {
+__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp,
+                                                int lane, float4 (&norm)[2]) {
     const int first = warp * gridDim.x + blockIdx.x;
 #pragma unroll 1
     for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {

@@ -29,7 +29,8 @@ struct QuantWord {
     int sum;
 };
 __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
-    constexpr float kMAGIC = 12582912.0f + 128.0f;  // where floats are 1 apart: the low bits are the rounded value + 128
+    // there floats are 1 apart: the low bits are the rounded value + 128
+    constexpr float kMAGIC = 12582912.0f + 128.0f;
     constexpr uint32_t kBIAS = 0x4b400000u + 128;
     const auto biased = [&](float x) { return __float_as_uint(__fmaf_rn(x, inverse, kMAGIC)); };
     const uint32_t a[4] = {biased(v.x), biased(v.y), biased(v.z), biased(v.w)};
@@ -49,8 +50,8 @@ __device__ __forceinline__ MinDigit min_digit(int sum, bool low) {
     return {v - 6 * rest, rest};
 }
 
-// Sums over 16 values against the scales of Q6_K: 128*rest + low, rest = 128*d2 + d1, low and d1 within +-64, d2 less.  The
-// first operand has d2 in column hi and d1 in lo, the second 0 and low.
+// Sums over 16 values against the scales of Q6_K: 128*rest + low, rest = 128*d2 + d1, low and d1 within +-64, d2 less.
+// The first operand has d2 in column hi and d1 in lo, the second 0 and low.
 struct OffsetDigits {
     int rest, low;
 };
@@ -94,9 +95,9 @@ template <int TYPE, int NT>
 struct TokenOperand {
     static constexpr bool kSIX = TYPE == kNEXTN_Q6_K || TYPE == kANY_KQUANT, kAFFINE = TYPE != kNEXTN_Q6_K;
 
-    uint32_t frag[NT][16];      // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
+    uint32_t frag[NT][16];    // [2*s], [2*s + 1]: values 4q.. and 16+4q.. of 32-value step s
     uint2 sums[NT], six[NT];  // against the mins of Q4_K and Q5_K; against the scales of Q6_K
-    float scale[NT];            // of token lane%4
+    float scale[NT];          // of token lane%4
 
     __device__ __forceinline__ void load(const QuantizedRows& x, int superblock, int lane) {
 #pragma unroll
