@@ -87,3 +87,17 @@ def test_penalties_change_the_text(server: Running, name: str) -> None:
     """Else their rows of the matrix would prove nothing."""
     fields = {"max_tokens": 48, "temperature": 0.9, "seed": 11}
     assert reply(server, **fields, **OPTIONS[name])[0] != reply(server, **fields, **ENDLESS)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "name", ["nothing", "top_p", "top_k", "min_p", "stop", "repetition_penalty", "logit_bias", "logprobs"]
+)
+def test_the_same_completion(server: Running, name: str, temperature: float) -> None:
+    options = {"logprobs": 3} if name == "logprobs" else OPTIONS[name]
+    fields = {"prompt": "def f(x):", "max_tokens": 40, "temperature": temperature, "seed": 11, **options}
+    plain, drafted = (
+        server.http.post("/v1/completions", json={**fields, "spec": spec}).json() for spec in ("off", "on")
+    )
+    assert drafted["choices"] == plain["choices"] and drafted["usage"] == plain["usage"]
+    assert plain["timings"]["draft_n"] == 0 < drafted["timings"]["draft_n"]
