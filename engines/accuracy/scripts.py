@@ -84,11 +84,9 @@ def print_measures(measures: list[Measure], role: str) -> None:
     width = max(len(short(each.name)) for each in measures)
     print(f"{role:<{width}} {'max error':>10} {'NMSE':>9} {'worst column':>13}  {'KL mean':>9} {'top-1':>6}")
     for each in measures:
+        numbers = f"{each.max_abs:10.2g} {each.nmse:9.2g} {each.channel:13.2g}"
         extra = f"  {each.kl_mean:9.2g} {each.top1:6.3f}" if each.kl_mean is not None else " " * 18
-        verdict = "" if each.ok else "  off"
-        print(
-            f"{short(each.name):<{width}} {each.max_abs:10.2g} {each.nmse:9.2g} {each.channel:13.2g}{extra}{verdict}",
-        )
+        print(f"{short(each.name):<{width}} {numbers}{extra}{'' if each.ok else '  off'}".rstrip())
     bad = first_bad(measures)
     if bad is not None:
         print(f"first off: {bad.name}; suspect {suspect(measures)}")
