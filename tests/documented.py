@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What the command `polygraphy` runs, wherever it was installed.
 POLYGRAPHY = "import sys; from polygraphy.tools import main; sys.exit(main())"
+# Shown for a machine with a GPU; `tests/gpu/test_documented.py` runs them there.
+ON_GPU = {"runtime.generate DIR", "runtime.bench DIR", "runtime.profile DIR", "polygraphy --trt"}
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 
 
@@ -48,3 +50,10 @@ def variables_and_words(command: str) -> tuple[dict[str, str], list[str]]:
         name, value = words.pop(0).split("=", 1)
         variables[name] = value
     return variables, words
+
+
+def needs_gpu(words: list[str]) -> bool:
+    """Whether a command is one of ON_GPU."""
+    if words[0] == "polygraphy":
+        return "--trt" in words
+    return words[0].endswith(("python", "python3")) and " ".join(words[2:4]) in ON_GPU and "--trtexec" not in words

@@ -18,7 +18,16 @@ import pytest
 from engines.errors import NextnError
 from runtime import check, generate
 from runtime.command_line import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
-from tests.documented import PAGES, POLYGRAPHY, ROOT, documented_commands, fenced, variables_and_words
+from tests.documented import (
+    ON_GPU,
+    PAGES,
+    POLYGRAPHY,
+    ROOT,
+    documented_commands,
+    fenced,
+    needs_gpu,
+    variables_and_words,
+)
 from tests.runtime.test_eval import fake_server
 from tests.runtime.test_generate_cli import JSON_KEYS
 from tests.runtime.test_profile import engines_and_profile
@@ -37,8 +46,6 @@ RUN = {
     "engines.accuracy": "--backend oracle",
     "runtime.profile": "",
 }
-# Shown for a machine with a GPU; `tests/gpu/test_documented.py` runs them there.
-ON_GPU = {"runtime.generate DIR", "runtime.bench DIR", "runtime.profile DIR", "polygraphy --trt"}
 # What `make test` hands down, and what the Makefile takes from the environment.
 MAKE_VARIABLES = {
     "MAKEFLAGS",
@@ -87,12 +94,6 @@ def try_command(command: str, folder: Path, prepared: Callable[[], Path]) -> Non
             f"{command}: say in this test how to try such a command"
         )
         try_module(words[2], words[3:], folder, prepared)
-
-
-def needs_gpu(words: list[str]) -> bool:
-    if words[0] == "polygraphy":
-        return "--trt" in words
-    return words[0].endswith(("python", "python3")) and " ".join(words[2:4]) in ON_GPU and "--trtexec" not in words
 
 
 def try_module(module: str, words: list[str], folder: Path, prepared: Callable[[], Path]) -> None:

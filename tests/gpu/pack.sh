@@ -19,7 +19,7 @@ dest=$(cd "$dest" && pwd)
 "$python" -m pip download --quiet --no-deps --only-binary=:all: --dest "$cache" \
   --python-version "${pytag:0:1}.${pytag:1}" --implementation cp --abi "cp$pytag" --abi none --abi abi3 \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
-  "tensorrt-rtx-cu13-libs==$version" "tensorrt-rtx-cu13-bindings==$version" gguf onnx-graphsurgeon
+  "tensorrt-rtx-cu13-libs==$version" "tensorrt-rtx-cu13-bindings==$version" gguf onnx-graphsurgeon polygraphy
 
 if [ ! -s "$cache/core.xz" ]; then # about two minutes, once
   unzip -p "$cache"/tensorrt_rtx_cu13_libs-*.whl tensorrt_rtx_libs/libtensorrt_rtx.so.1 | xz -6 -T0 >"$cache/core.xz.part"
@@ -28,7 +28,7 @@ fi
 head --bytes=15000000 "$cache/core.xz" >"$dest/a/core.xz.0"
 tail --bytes=+15000001 "$cache/core.xz" >"$dest/b/core.xz.1"
 unzip -q -o -j "$cache"/tensorrt_rtx_cu13_libs-*.whl tensorrt_rtx_libs/libtensorrt_onnxparser_rtx.so.1 -d "$dest/b"
-cp "$cache"/tensorrt_rtx_cu13_bindings-*.whl "$cache"/gguf-*.whl "$cache"/onnx_graphsurgeon-*.whl "$dest/b/"
+cp "$cache"/tensorrt_rtx_cu13_bindings-*.whl "$cache"/gguf-*.whl "$cache"/onnx_graphsurgeon-*.whl "$cache"/polygraphy-*.whl "$dest/b/"
 
 # Engines and reference logits; the trained model's own file is part of the checkout.
 (cd "$root" && "$python" -m tests.gpu.prepare "$cache/prepared")

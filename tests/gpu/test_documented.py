@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.documented import POLYGRAPHY, ROOT, documented_commands, variables_and_words
-from tests.gpu.prepare import ACCURACY
+from tests.documented import POLYGRAPHY, documented_commands, needs_gpu, variables_and_words
 from tests.gpu.test_tools import compared, run
-from tests.test_readme import needs_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trt]
 QUICK = {
@@ -38,13 +34,3 @@ def test_command(command: str, prepared: Path, tmp_path: Path) -> None:
     given = [files.get(word, str(prepared / "trained") if word == "DIR" else word) for word in words[3:]]
     given = [word for word in given if word != "--fill"]  # minutes
     run("-m", module, *given, *shlex.split(QUICK[module]))
-
-
-def test_make_accuracy_and_profile_need_nothing_else() -> None:
-    for target in ("accuracy", "profile", "trtexec-cmd"):
-        command = ["make", "--dry-run", target, f"PYTHON={sys.executable}"]
-        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
-
-
-def test_the_folder_is_there(prepared: Path) -> None:
-    assert (prepared / ACCURACY / "trunk.py").is_file()

@@ -38,6 +38,7 @@ def run(*words: str | Path, expect: int = 0, **variables: str) -> str:
 
 def compared(prepared: Path, folder: Path, lowering: str = "ops") -> Path:
     """A copy of the folder that was prepared, to be looked at after other nodes."""
+    pytest.importorskip("polygraphy")
     shutil.copytree(prepared / ACCURACY, folder)
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "lowering": lowering}))
