@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from engines.errors import NumericError
+from runtime.queued_work import Queued
 
 SEQUENCES_DEFAULT = 4
 
@@ -132,12 +133,20 @@ class DraftEngine(Protocol):
 
 
 @runtime_checkable
+class QueuingTrunk(TrunkEngine, Protocol):
+    """A trunk whose passes can be begun and waited for later."""
+
+    def begin_verify(self, tokens: Sequence[int]) -> Queued[Pass]:
+        """As `verify`, which it begins."""
+
+
+@runtime_checkable
 class RoundEngine(DraftEngine, Protocol):
     """A draft engine that can also run a whole round, of its drafts and the trunk's verify pass, in one go."""
 
-    def draft_and_verify(self, trunk: Any, tokens: Sequence[int], hidden: Any, n: int) -> DraftedPass | None:
-        """As `draft`, then the trunk's `verify` of [tokens[-1], *drafts]. None: not with these samplers; nothing was
-        done."""
+    def begin_round(self, trunk: Any, tokens: Sequence[int], hidden: Any, n: int) -> Queued[DraftedPass] | None:
+        """As `draft`, then the trunk's `verify` of [tokens[-1], *drafts], all of which it begins. None: not with these
+        samplers; nothing was done."""
 
 
 @dataclass(frozen=True)

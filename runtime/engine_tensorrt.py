@@ -20,6 +20,7 @@ from runtime.device_weights import DeviceWeights
 from runtime.draft_tokens import DraftTokens, load_draft_tokens
 from runtime.engine import SEQUENCES_DEFAULT, EngineLimits
 from runtime.host_copies import HostCopies
+from runtime.queued_work import UnderWay
 from runtime.tensorrt_draft import DraftBuffers, TensorrtDraft
 from runtime.tensorrt_session import EngineLoader, EngineSession
 from runtime.tensorrt_trunk import Shared, TensorrtTrunk
@@ -66,6 +67,7 @@ def open_engines(
         manifest=engines,
         logits=cuda.DeviceBuffer(engines.options.max_rows * manifest.geometry.vocab_size * _F32_BYTES),
         row_numbers=stream.upload(np.arange(_ROW_NUMBERS, dtype=np.int32)),
+        under_way=UnderWay(),
         host=HostCopies(stream),
         plan=plan,
     )

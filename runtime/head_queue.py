@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from runtime.engine import DraftEngine, Pass, RoundEngine, Sampler, TrunkEngine
+from runtime.engine import DraftedPass, DraftEngine, Pass, QueuingTrunk, RoundEngine, Sampler
+from runtime.queued_work import Queued
+
+
+@dataclass(frozen=True)
+class BegunRound:
+    """A round under way; n_rows: rows that the head takes in it."""
+
+    queued: Queued[Pass] | Queued[DraftedPass]
+    n_rows: int
+
+    def outcome(self) -> tuple[list[int], Pass, float]:
+        """Wait for it: drafts, outcome of the verify pass, share of the time that went into drafting."""
+        done = self.queued.outcome()
+        if isinstance(done, DraftedPass):
+            return done.drafts.tolist(), done.result, done.draft_share
+        return [], done, 0.0
 
 
 class HeadQueue:
@@ -17,6 +34,7 @@ class HeadQueue:
 
     def __init__(self, engine: DraftEngine | None) -> None:
         self._engine = engine
+        self._rounds = engine if isinstance(engine, RoundEngine) else None
         self._tokens: list[int] = []
         self._hidden: list[Any] = []
         self._aside: Any = None  # the first of these, if it can be added to
@@ -56,22 +74,19 @@ class HeadQueue:
         # The rows of a pass last until the next one, a copy stays.
         self._tokens, self._hidden, self._aside = self._tokens[n:], [self._engine.join([hidden[n:]])], None
 
-    def draft_and_verify(
-        self, trunk: TrunkEngine, last: int, n: int, began: float, clock: Callable[[], float]
-    ) -> tuple[list[int], int, Pass, float]:
-        """Draft n tokens, let the trunk verify them after ``last``: (drafts, rows taken, outcome, ms of drafting).
-
-        Drafting and verifying are one call where the engines offer it. began: the round's, on ``clock``."""
-        n_queued = len(self._tokens)
-        if n and isinstance(self._engine, RoundEngine) and n_queued <= self._engine.prefill_chunk:
-            both = self._engine.draft_and_verify(trunk, self._tokens, self._joined(), n)
-            if both is not None:
-                self._clear()
-                draft_ms = both.draft_share * 1000.0 * (clock() - began)
-                return [int(token) for token in both.drafts], n_queued, both.result, draft_ms
-        drafts, n_rows = self.draft(n)
-        draft_ms = 1000.0 * (clock() - began)
-        return drafts, n_rows, trunk.verify([last, *drafts]), draft_ms
+    def begin_round(self, trunk: QueuingTrunk, last: int, n: int) -> BegunRound | None:
+        """Begin to draft n tokens and to verify them after ``last``. None: these engines cannot."""
+        if n == 0:
+            _, n_rows = self.draft(0)
+            return BegunRound(trunk.begin_verify([last]), n_rows)
+        n_rows = len(self._tokens)
+        if self._rounds is None or n_rows > self._rounds.prefill_chunk:
+            return None
+        queued = self._rounds.begin_round(trunk, self._tokens, self._joined(), n)
+        if queued is None:
+            return None
+        self._clear()
+        return BegunRound(queued, n_rows)
 
     def draft(self, n: int) -> tuple[list[int], int]:
         """Take the queued rows and draft n tokens after them: (drafts, rows taken).

@@ -215,6 +215,7 @@ class Scheduler:
                 prefixes=self._prefixes,
                 save_at=job.save_at,
                 message_ends=self._session.tokenizer.end_token_ids,
+                overlap=True,
             )
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(slot, job, "error", error)

@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from engines.errors import UsageError
 from runtime.controller import Controller, Round
-from runtime.engine import NO_CHOICE, DraftEngine, Sampler, SharedTrunk, TrunkEngine
-from runtime.head_queue import HeadQueue
+from runtime.engine import NO_CHOICE, DraftEngine, QueuingTrunk, Sampler, SharedTrunk, TrunkEngine
+from runtime.head_queue import BegunRound, HeadQueue
 from runtime.prompt_passes import fixed_pass_ends, last_at_or_before
 from runtime.spec_stats import SpecStats as SpecStats
 
@@ -68,16 +66,23 @@ class Generation:
         prefixes: PrefixStore | None = None,
         save_at: Collection[int] = (),
         message_ends: Collection[int] = (),
+        overlap: bool = False,
     ) -> None:
         """See `generate`. draft_sampler: the head's, if it is another. save_at: lengths at which the prompt's state is
-        saved to ``prefixes``, or somewhat before where engines cannot resume just anywhere. Raises UsageError for what
-        cannot be served, and what engines raise."""
+        saved to ``prefixes``, or somewhat before where engines cannot resume just anywhere. overlap: where engines can,
+        a step begins the next round, so that the device works while the caller looks at the tokens; between steps, the
+        engines are then good for steps of other sequences alone. Raises UsageError for what cannot be served, and what
+        engines raise."""
         self._budget = token_budget(len(prompt), max_tokens, context_size)
         self._trunk, self._draft, self._controller = trunk, draft, controller
         self._ends, self._stats, self._clock = end_token_ids, stats, clock
         self._prefixes = prefixes
         self._tokens = list(prompt)  # and the chosen ones, an end token included
         self._num_prompt, self._num_emitted = len(prompt), 0
+        self._queuing = trunk if overlap and isinstance(trunk, QueuingTrunk) else None
+        self._draft_n, self._began = 0, 0.0  # of the next round
+        self._begun: BegunRound | None = None  # that round, if it is under way
+        self._done_early: tuple[list[int], int] | None = None  # that round, if it was done for `save`
         trunk.start(sampler)
         self._head = HeadQueue(draft)
         self._head.start(draft_sampler or sampler, prompt[0])
@@ -105,14 +110,18 @@ class Generation:
             if self._budget == 0:
                 return Block([], "length")
             self._controller.begin()
+            self._tokens.append(chosen)
             return self._emit([chosen], 0)
-        return self._emit(*self._round())
+        done, self._done_early = self._done_early or self._round(), None
+        return self._emit(*done)
 
     def save(self) -> None:
         """Keep the state reached, once the prompt is read, for sequences that begin alike; where engines can resume at
         prompts' passes alone, nothing is done."""
         if self._prefixes is None or self._position < self._num_prompt or not self._anywhere:
             return
+        if self._begun is not None:
+            self._done_early = self._round()
         self._save_level()
 
     def _save_level(self) -> None:
@@ -122,13 +131,15 @@ class Generation:
         self._prefixes.save(self._trunk, self._draft, self._tokens[: self._trunk.position], hidden)
 
     def _emit(self, block: list[int], num_drafted: int) -> Block:
-        self._tokens += block
         ended = block[-1] in self._ends
         emitted = block[:-1] if ended else block
         self._num_emitted += len(emitted)
         if ended:
             return Block(emitted, "stop", min(num_drafted, len(emitted)))
-        return Block(emitted, "length" if self._num_emitted == self._budget else None, num_drafted)
+        if self._num_emitted == self._budget:
+            return Block(emitted, "length", num_drafted)
+        self._begin_round()
+        return Block(emitted, None, num_drafted)
 
     def _read_prompt(self) -> int | None:
         """Trunk and head take a chunk of the prompt: the trunk's choice after the last one."""
@@ -149,17 +160,33 @@ class Generation:
         self._stats.prompt_ms += 1000.0 * (self._clock() - began)
         return chosen if done else None
 
+    def _begin_round(self) -> None:
+        """Choose the number of drafts of the next round, and begin it if that can be."""
+        limit = min(self._budget - self._num_emitted, self._trunk.max_rows) - 1
+        self._draft_n = self._controller.draft_n(limit) if self._draft is not None else 0
+        self._began = self._clock()
+        if self._queuing is not None:
+            self._begun = self._head.begin_round(self._queuing, self._tokens[-1], self._draft_n)
+
     def _round(self) -> tuple[list[int], int]:
-        """The tokens it yields, and how many of them, at the front, are accepted drafts."""
-        trunk, began = self._trunk, self._clock()
-        limit = min(self._budget - self._num_emitted, trunk.max_rows) - 1
-        n = self._controller.draft_n(limit) if self._draft is not None else 0
-        drafts, n_rows, result, draft_ms = self._head.draft_and_verify(trunk, self._tokens[-1], n, began, self._clock)
-        n_accept = _leading_matches(drafts, result.choices)
-        block = _through_end(result.choices[: n_accept + 1].tolist(), self._ends)
+        """The tokens that the round yields, and how many of them, at the front, are accepted drafts."""
+        n, trunk, clock = self._draft_n, self._trunk, self._clock
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            drafts, result, draft_share = begun.outcome()
+            n_rows, draft_ms = begun.n_rows, draft_share * 1000.0 * (clock() - self._began)
+        else:
+            self._began = clock()
+            drafts, n_rows = self._head.draft(n)
+            draft_ms = 1000.0 * (clock() - self._began)
+            result = trunk.verify([self._tokens[-1], *drafts])
+        choices = result.choices.tolist()
+        n_accept = _leading_matches(drafts, choices)
+        block = _through_end(choices[: n_accept + 1], self._ends)
         trunk.commit(len(block))
-        round_ms = 1000.0 * (self._clock() - began)
+        round_ms = 1000.0 * (clock() - self._began)
         self._head.take(block, result.hidden[: len(block)])
+        self._tokens += block
         done = Round(n, n_accept, n_rows, draft_ms, round_ms - draft_ms)
         self._stats.count(done)
         self._controller.observe(done)
@@ -202,6 +229,7 @@ def generate(
         context_size=context_size,
         stats=stats,
         clock=clock,
+        overlap=True,
         message_ends=message_ends,
     )
     while not cancelled():
@@ -230,7 +258,7 @@ def token_budget(prompt_n: int, max_tokens: int, context_size: int) -> int:
     return room if max_tokens == MAX_TOKENS_UNLIMITED else min(max_tokens, room)
 
 
-def _leading_matches(drafts: Sequence[int], choices: np.ndarray) -> int:
+def _leading_matches(drafts: Sequence[int], choices: Sequence[int]) -> int:
     """How many drafts, from the first on, are what the trunk chose at the row before them."""
     for i, token in enumerate(drafts):
         if token != choices[i]:

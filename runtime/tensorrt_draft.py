@@ -12,12 +12,14 @@ from runtime.cuda import DeviceBuffer, Event
 from runtime.device_rows import DeviceRows, RowPool
 from runtime.draft_tokens import DraftTokens
 from runtime.engine import NO_CHOICE, DraftedPass, Sampler, SavedState
+from runtime.queued_work import Queued
 from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
 from runtime.tensorrt_trunk import GREEDY, Shared, TensorrtTrunk
 from runtime.token_choice import device_params, sampling_bytes
 
 _F32_BYTES = 4
+_LATER_STEPS = np.arange(MAX_STEPS - 1)
 
 
 class DraftBuffers:
@@ -75,6 +77,7 @@ class TensorrtDraft:
         return self._tokens.whole_rows(self._shared.stream.read(self._buffers.logits.address, shape, np.float32))
 
     def start(self, sampler: Sampler) -> None:
+        self._shared.under_way.settle()
         self._sampler, self._position, self._num_logits = sampler, 0, 0
         params = device_params(sampler)
         self._on_device = params is not None
@@ -102,9 +105,9 @@ class TensorrtDraft:
         self._shared.stream.synchronize()
         return self._finish_draft(count, n)
 
-    def draft_and_verify(
+    def begin_round(
         self, trunk: TensorrtTrunk, tokens: Sequence[int], hidden: DeviceRows, n: int
-    ) -> DraftedPass | None:
+    ) -> Queued[DraftedPass] | None:
         """`draft`, and the trunk's verify pass of the last token and the drafts, in one recorded graph.
 
         None: not possible, because a sampler needs the host."""
@@ -120,12 +123,16 @@ class TensorrtDraft:
         if hidden.address != rows.address:
             self._shared.stream.on_device(rows.address, hidden.address, hidden.nbytes)
         self._memory.recorder.replay(("round", count, n), lambda: self._whole_round(trunk, count, n))
-        self._shared.stream.synchronize()
-        drafts = self._finish_draft(count, n)
-        result = trunk.finish_verify(n + 1)
-        began, drafted, ended = self._buffers.events
-        share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
-        return DraftedPass(drafts, result, share)
+
+        def finish() -> DraftedPass:
+            self._shared.stream.synchronize()
+            drafts = self._finish_draft(count, n)
+            result = trunk.finish_verify(n + 1)
+            began, drafted, ended = self._buffers.events
+            share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
+            return DraftedPass(drafts, result, share)
+
+        return self._shared.under_way.begin(finish)
 
     def zero_hidden(self) -> DeviceRows:
         return self._pool.zeros()
@@ -161,12 +168,13 @@ class TensorrtDraft:
 
     def _write(self, tokens: Sequence[int]) -> None:
         """Rows for the next step, and the positions of the steps after it."""
+        self._shared.under_way.settle()
         control, count = self._shared.control, len(tokens)
         control.draft_sampling[:] = self._sampling
         control.draft_tokens[:count] = tokens
         control.draft_row[0] = count - 1
         control.draft_positions[0] = self._position
-        control.draft_positions[1:] = self._position + count + np.arange(MAX_STEPS - 1)
+        control.draft_positions[1:] = self._position + count + _LATER_STEPS
 
     def _whole_draft(self, count: int, n: int) -> None:
         self._shared.control.send()

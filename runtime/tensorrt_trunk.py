@@ -20,6 +20,7 @@ from runtime.cuda import DeviceBuffer, Stream, free_and_total_bytes
 from runtime.device_rows import DeviceRows
 from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, choices_that_count
 from runtime.host_copies import HostCopies
+from runtime.queued_work import Queued, UnderWay
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
@@ -41,6 +42,7 @@ class Shared:
     manifest: EngineManifest
     logits: DeviceBuffer  # of the trunk's last pass
     row_numbers: DeviceBuffer  # 0, 1, 2, ... int32
+    under_way: UnderWay  # on the stream; uses control block and logits
     host: HostCopies
     plan: MemoryPlan
 
@@ -98,6 +100,7 @@ class TensorrtTrunk:
         return self._on_device
 
     def start(self, sampler: Sampler) -> None:
+        self._shared.under_way.settle()
         self._sampler, self._position, self._pending, self._slot = sampler, 0, 0, _NO_SLOT
         self._rows_of_logits = 0
         params = device_params(sampler)
@@ -107,6 +110,7 @@ class TensorrtTrunk:
 
     def prefill(self, tokens: Sequence[int]) -> Pass:
         count = len(tokens)
+        self._shared.under_way.settle()
         assert 1 <= count <= self.prefill_chunk and not self._pending, (count, self._pending)
         control = self._shared.control
         self._point(control)
@@ -122,16 +126,23 @@ class TensorrtTrunk:
         control.fetch()
         self._shared.stream.synchronize()
         self._rows_of_logits = 1
-        choices = self._choices([], self._position + count + np.arange(1))
+        choices = self._choices(1, self._position + count)
         self._slot = count - 1 if short else 0
         self._position += count
         return Pass(choices, DeviceRows(hidden.address, count, self._hidden.width, hidden))
 
     def verify(self, tokens: Sequence[int]) -> Pass:
+        return self.begin_verify(tokens).outcome()
+
+    def begin_verify(self, tokens: Sequence[int]) -> Queued[Pass]:
         count = self.prepare_verify(tokens)
         self.memory.recorder.replay(("verify", count), lambda: self._whole_verify(count))
-        self._shared.stream.synchronize()
-        return self.finish_verify(count)
+
+        def finish() -> Pass:
+            self._shared.stream.synchronize()
+            return self.finish_verify(count)
+
+        return self._shared.under_way.begin(finish)
 
     def commit(self, n_keep: int) -> None:
         assert 1 <= n_keep <= self._pending, (n_keep, self._pending)
@@ -141,6 +152,7 @@ class TensorrtTrunk:
 
     def prepare_verify(self, tokens: Sequence[int], num_drafts: int = 0) -> int:
         """Write what a verify pass of ``tokens`` and ``num_drafts`` more, which the device knows, reads; its rows."""
+        self._shared.under_way.settle()
         count = len(tokens) + num_drafts
         assert 1 <= count <= self.max_rows and not self._pending, (count, self._pending)
         control = self._shared.control
@@ -163,8 +175,7 @@ class TensorrtTrunk:
     def finish_verify(self, count: int) -> Pass:
         """The outcome, once the stream is idle."""
         self._rows_of_logits = count
-        tokens = self._shared.control.tokens_back[:count].tolist()
-        choices = self._choices(tokens, self._position + 1 + np.arange(count))
+        choices = self._choices(count, self._position + 1, self._shared.control.tokens_back[:count])
         self._pending = count
         return Pass(choices, self._hidden[:count])
 
@@ -225,13 +236,13 @@ class TensorrtTrunk:
         sampling, position = control.at("trunk_sampling"), control.at("position")
         self._shared.choice.enqueue(self._logits.address, rows, vocab, sampling, position, offset, control.at_choices)
 
-    def _choices(self, tokens: Sequence[int], places: np.ndarray) -> np.ndarray:
-        """The choices of the pass just done, over ``tokens`` if it is to be verified; ``places``: of chosen tokens."""
-        choices = self._shared.control.choices_back[: len(places)].astype(np.int64)
-        if self._on_device and (choices != NO_CHOICE).all():
+    def _choices(self, count: int, place: int, tokens: Sequence[int] | np.ndarray = ()) -> np.ndarray:
+        """The choices of the pass just done, the first for ``place``; tokens: of the pass, if it is to be verified."""
+        choices = self._shared.control.choices_back[:count].astype(np.int64)
+        if self._on_device and NO_CHOICE not in choices.tolist():
             return choices
         # The host's sampler names the bad logits where the device only says that there are some.
-        on_host = choices_that_count(self._sampler, self.logits, places, tokens)
+        on_host = choices_that_count(self._sampler, self.logits, place + np.arange(count), list(tokens))
         if not self._on_device:
             return on_host
         if (choices != on_host)[on_host != NO_CHOICE].any():

@@ -67,8 +67,10 @@ def test_a_round_is_its_parts(opened: Open, rows: int, n_drafts: int) -> None:
         draft.prefill(ids[: 100 - rows], hidden[: 100 - rows])
         tail = ids[100 - rows :].tolist(), hidden[100 - rows :]
         if whole:
-            both = draft.draft_and_verify(trunk, *tail, n_drafts)
-            assert both is not None and 0 < both.draft_share < 1
+            queued = draft.begin_round(trunk, *tail, n_drafts)
+            assert queued is not None
+            both = queued.outcome()
+            assert 0 < both.draft_share < 1
             drafts, result = both.drafts, both.result
         else:
             drafts = draft.draft(*tail, n_drafts)

@@ -82,11 +82,18 @@ def test_they_are_what_schedulers_and_prefix_caches_want(pairs: list[Pair]) -> N
         assert isinstance(trunk, SharedTrunk) and isinstance(draft, SharedDraft)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafts", [0, 1])
 @pytest.mark.parametrize("turns", [[0, 1, 2, 3], [0, 0, 1, 3, 3, 3, 2], [3, 2, 2, 1, 0, 0, 0, 0]])
-def test_interleaved_texts_are_those_of_each_alone(pairs: list[Pair], turns: list[int]) -> None:
+def test_interleaved_texts_are_those_of_each_alone(
+    pairs: list[Pair], turns: list[int], drafts: int, overlap: bool
+) -> None:
+    """drafts 0: none; 1: 1 to 4 of them, by sequence."""
     prompts = [PROMPT[i : 6 * i + 1 + i] for i in range(4)]
     running = {
-        i: blocks(generation(pair, prompts[i], SAMPLERS[i], n=i + 1)) for i, pair in enumerate(pairs) if prompts[i]
+        i: blocks(generation(pair, prompts[i], SAMPLERS[i], n=drafts * (i + 1), overlap=overlap))
+        for i, pair in enumerate(pairs)
+        if prompts[i]
     }
     texts: dict[int, list[int]] = {i: [] for i in running}
     while running:
@@ -99,6 +106,29 @@ def test_interleaved_texts_are_those_of_each_alone(pairs: list[Pair], turns: lis
                     texts[i] += tokens
     for i, text in texts.items():
         assert text == plain_decode(prompts[i], SAMPLERS[i], -1, (), CONTEXT)[0], i
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_a_round_begun_for_nobody(pairs: list[Pair], n: int) -> None:
+    """A text that is broken off leaves a round under way: neither the next text nor other sequences notice."""
+    for again in (0, 1):
+        broken_off = generation(pairs[0], PROMPT, n=n, overlap=True)
+        while not broken_off.step().tokens:
+            pass
+        text = text_of(generation(pairs[again], PROMPT, SAMPLERS[1], n, overlap=True))
+        assert text == plain_decode(PROMPT, SAMPLERS[1], -1, (), CONTEXT)[0]
+
+
+def test_the_device_works_while_the_caller_looks(first: Pair, gpu: FakeGpu) -> None:
+    """Each step but the last leaves a pass queued that nobody has waited for."""
+    steps = generation(first, PROMPT, n=2, max_tokens=12, overlap=True)
+    done = False
+    while not done:
+        before = gpu.cuda.calls.get("cudaGraphLaunch", 0)
+        block = steps.step()
+        done = block.finish_reason is not None
+        launched = gpu.cuda.calls.get("cudaGraphLaunch", 0) - before
+        assert launched == bool(block.tokens and not done)
 
 
 def test_each_sequence_has_its_own_recorded_passes(pairs: list[Pair], gpu: FakeGpu) -> None:
