@@ -19,8 +19,18 @@ struct NormedRows {
 // blockIdx.y: the kind.
 __global__ void __launch_bounds__(kTHREADS) rms_norm_kernel(NormedRows first, NormedRows second, int t, float eps) {
     launch_dependents();
+    const bool other = blockIdx.y;  // field by field: a reference to either would need them in memory
+    const NormedRows r = {other ? second.x : first.x,       other ? second.weight : first.weight,
+                          other ? second.rows : first.rows, other ? second.y : first.y,
+                          other ? second.ldx : first.ldx,   other ? second.ldy : first.ldy,
+                          other ? second.k : first.k,       other ? second.count : first.count};
+    float weight[kKEPT];  // on their way before the rows are there
+#pragma unroll
+    for (int i = 0; i < kKEPT; ++i) {
+        const int at = threadIdx.x + i * blockDim.x;
+        weight[i] = at < r.k ? __ldg(r.weight + at) : 0.0f;
+    }
     wait_for_predecessor();
-    const NormedRows& r = blockIdx.y ? second : first;
     if (static_cast<int>(blockIdx.x) >= r.count) return;
     __shared__ float warp_sum[kTHREADS / 32];
     const int index = r.rows ? __ldcg(r.rows + blockIdx.x) : static_cast<int>(blockIdx.x);
@@ -46,13 +56,14 @@ __global__ void __launch_bounds__(kTHREADS) rms_norm_kernel(NormedRows first, No
     for (int w = 0; w < static_cast<int>(blockDim.x >> 5); ++w) total = __fadd_rn(total, warp_sum[w]);
     const float factor = there ? __frsqrt_rn(__fmaf_rn(total, 1.0f / r.k, eps)) : __int_as_float(0x7fc00000);
     float* y = r.y + blockIdx.x * r.ldy;
-    const auto put = [&](int at, float v) { y[at] = __fmul_rn(__fmul_rn(v, __ldg(r.weight + at)), factor); };
+    const auto put = [&](int at, float v, float w) { y[at] = __fmul_rn(__fmul_rn(v, w), factor); };
 #pragma unroll
     for (int i = 0; i < kKEPT; ++i) {
         const int at = threadIdx.x + i * blockDim.x;
-        if (at < r.k) put(at, kept[i]);
+        if (at < r.k) put(at, kept[i], weight[i]);
     }
-    for (int at = threadIdx.x + kKEPT * blockDim.x; at < r.k; at += blockDim.x) put(at, __ldcg(row + at));
+    for (int at = threadIdx.x + kKEPT * blockDim.x; at < r.k; at += blockDim.x)
+        put(at, __ldcg(row + at), __ldg(r.weight + at));
 }
 
 bool valid(const NormedRows& r) {
