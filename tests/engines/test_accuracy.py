@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,10 +86,21 @@ FLIPS = [
 ]
 
 
+def with_flipped_byte(model: Path, damaged: Path, tensor: str, superblock: int, byte: int, mask: int) -> None:
+    """``damaged``, the same file as ``model`` or a copy, becomes one of its own with that byte changed."""
+    content = bytearray(model.read_bytes())
+    found = next(each for each in gguf.GGUFReader(model).tensors if each.name == tensor)
+    assert found.tensor_type.name == "Q4_K"
+    content[int(found.data_offset) + 144 * superblock + byte] ^= mask
+    damaged.unlink()
+    damaged.write_bytes(content)
+
+
 @pytest.mark.parametrize("lowering", ["ops", "layers"])
 @pytest.mark.parametrize(("tensor", "superblock", "byte", "mask", "named"), FLIPS)
 def test_one_flipped_scale_byte(
     tiny: Tiny,
+    prepared: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     tensor: str,
@@ -99,22 +111,25 @@ def test_one_flipped_scale_byte(
     lowering: str,
 ) -> None:
     """In the file that the engine's weights come from; its row is named where single ops are seen."""
-    model = tiny("q4_k_m")
-    export_model(model, tmp_path / "engines", target="tensorrt")
-    damaged = tmp_path / "engines" / "model.gguf"
-    content = bytearray(damaged.read_bytes())
-    damaged.unlink()  # it is the model's own file under another name
-    found = next(each for each in gguf.GGUFReader(model).tensors if each.name == tensor)
-    assert found.tensor_type.name == "Q4_K"
-    content[int(found.data_offset) + 144 * superblock + byte] ^= mask
-    damaged.write_bytes(content)
-    options = ["--export", str(tmp_path / "engines"), "--lowering", lowering]
-    code, shown = run([str(model), "-o", str(tmp_path / "x"), *SMALL, *options], capsys)
+    folder = tmp_path / "x"
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("canonical", "*.oracle.json"))
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "lowering": lowering}))
+    with_flipped_byte(tiny("q4_k_m"), folder / "lowered" / "model.gguf", tensor, superblock, byte, mask)
+    code, shown = run([str(folder), "--backend", "oracle"], capsys)
     assert code == accuracy.EXIT_FAILED
     verdict = shown.rstrip().splitlines()[-1]
     assert verdict.startswith("FAILED: first off at " + ".".join(tensor.split(".")[:2]))
     if lowering == "ops":
         assert named in verdict
+
+
+def test_an_export_that_was_damaged(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export_model(tiny("q4_k_m"), tmp_path / "engines", target="tensorrt")
+    with_flipped_byte(tiny("q4_k_m"), tmp_path / "engines" / "model.gguf", *FLIPS[0][:4])
+    flags = ["--export", str(tmp_path / "engines")]
+    code, shown = run([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *SMALL, *flags], capsys)
+    assert code == accuracy.EXIT_FAILED and FLIPS[0][-1] in shown
 
 
 def test_a_smaller_head_for_the_drafts(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
