@@ -41,6 +41,10 @@ class EngineError(NextnError):
     exit_code = 4
 
 
+class DeviceLostError(EngineError):
+    """The GPU failed in a way that lasts as long as the process does."""
+
+
 class NumericError(NextnError):
     """NaN or Inf where a number is needed; names the position."""
 

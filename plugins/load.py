@@ -6,6 +6,8 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from engines.errors import EngineError
 from plugins.ops import OPS, VERSION
 
 LIBRARY_NAME = "libnextn_plugins.so"
+_LISTEN = "nextn_listen"
 _HERE = Path(__file__).resolve().parent
 # Where an installation leaves the library, and, if this is a source tree, a build there.
 LIBRARY_PLACES = (
@@ -100,6 +103,19 @@ def load_plugins(path: Path | None = None) -> Path:
     return loaded
 
 
+# Called with each line that a plugin reports; stderr has it where nobody listens.
+report_listeners: list[Callable[[str], None]] = []
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+def _on_report(line: bytes) -> None:
+    text = line.decode(errors="replace")
+    for listener in report_listeners:
+        listener(text)
+    if not report_listeners:
+        print(text, file=sys.stderr)
+
+
 _loaded: list[Path] = []
 
 
@@ -109,7 +125,7 @@ def _load(library: Path) -> Path:
     chosen = tensorrt()
     try:
         # First by the system's loader: it says what is wrong with a library, the registry does not.
-        ctypes.CDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise EngineError(f"{library}: the plugin library does not load ({error}); build it again") from error
     registry: trt.IPluginRegistry = trt.get_plugin_registry()
@@ -119,8 +135,10 @@ def _load(library: Path) -> Path:
             "library has registered ops of the same names); build it again"
         )
     missing = [name for name in OPS if registry.get_creator(name, VERSION, "") is None]
-    if missing:
-        raise EngineError(f"{library}: lacks the ops {', '.join(missing)}; it is of another version, build it again")
+    if missing or not hasattr(loaded, _LISTEN):
+        lacks = f"the ops {', '.join(missing)}" if missing else _LISTEN
+        raise EngineError(f"{library}: lacks {lacks}; it is of another version, build it again")
+    getattr(loaded, _LISTEN)(_on_report)
     _loaded.append(library)
     return library
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from plugins.load import trt
+from plugins.load import report_listeners, trt
 
+_PLUGIN = "nextn plugin "
 _LISTING = "Engine Layer Information"
 
 
@@ -21,8 +22,11 @@ class Messages:
 
     @property
     def first_error(self) -> str:
-        """The first error; the ones after it are mostly consequences."""
-        return self.errors[0] if self.errors else "no reason given"
+        """The first error; the ones after it are mostly consequences. Where the first is a plugin's, which knows what
+        is wrong in which op, the next is TensorRT's and knows in which layer."""
+        if not self.errors:
+            return "no reason given"
+        return "; ".join(self.errors[: 2 if self.errors[0].startswith(_PLUGIN) else 1])
 
 
 _listeners: list[Messages] = []
@@ -30,13 +34,16 @@ _listeners: list[Messages] = []
 
 @contextmanager
 def messages() -> Iterator[Messages]:
-    """Collect what TensorRT logs inside the block."""
+    """Collect what TensorRT logs inside the block, and what our plugins report."""
     collected = Messages()
+    take_report = collected.errors.append
     _listeners.append(collected)
+    report_listeners.append(take_report)
     try:
         yield collected
     finally:
         _listeners.remove(collected)
+        report_listeners.remove(take_report)
 
 
 @cache

@@ -1,7 +1,8 @@
 """CUDA as the TensorRT backend needs it: device, stream, memory, graphs. The only file that calls the CUDA runtime.
 
-Every failing call raises: EngineError for a missing or unusable driver or GPU, ResourceError for memory. Objects free
-what they hold when they are collected; all work goes through one stream, so memory may be given back in that order.
+Every failing call raises: EngineError for a missing or unusable driver or GPU, ResourceError for memory,
+DeviceLostError for what the device does not recover from in this process; no call is made after that. Objects free what
+they hold when they are collected; all work goes through one stream, so memory may be given back in that order.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import EngineError, ResourceError
+from engines.errors import DeviceLostError, EngineError, ResourceError
 
 ALIGNMENT = 256  # of device addresses that begin an array
 _OUT_OF_MEMORY = 2
 _DRIVER_TOO_OLD = 35  # also what the runtime answers when there is no driver at all
 _NO_DEVICE = 100
 _NO_KERNEL_IMAGE = (98, 209)
+# After these every call fails until the process ends: uncorrectable memory and links, faults and assertions of kernels.
+_LASTING = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721, 999})
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 _RELAXED_CAPTURE = 2
 _NON_BLOCKING = 1
@@ -70,7 +73,15 @@ def has_no_kernel(status: int) -> bool:
 def check_launch(status: int, what: str) -> None:
     """Raise EngineError when a launcher of ours returned an error."""
     if status:
-        raise EngineError(f"{what}: CUDA error {status}")
+        raise _lost(what, status, _api()) if status in _LASTING else EngineError(f"{what}: CUDA error {status}")
+
+
+def check_device() -> None:
+    """Raise DeviceLostError when the GPU has failed; for when something else reports an error that may come of it."""
+    api = _api()
+    status = int(api.cudaPeekAtLastError()[0])
+    if status in _LASTING:
+        raise _lost("the pass", status, api)
 
 
 class DeviceBuffer:
@@ -163,16 +174,16 @@ class Stream:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """What ``work`` queues, recorded instead of done."""
-        _call("cudaStreamBeginCapture", self._stream, _kind("cudaStreamCaptureMode", _RELAXED_CAPTURE))
         self._capturing = True
         try:
+            _call("cudaStreamBeginCapture", self._stream, _kind("cudaStreamCaptureMode", _RELAXED_CAPTURE))
             work()
+            return Graph(_call("cudaStreamEndCapture", self._stream))
         except BaseException:
-            _api().cudaStreamEndCapture(self._stream)  # the work's own error is the one to show
+            _api().cudaStreamEndCapture(self._stream)  # ended or not; the first error is the one to show
             raise
         finally:
             self._capturing = False
-        return Graph(_call("cudaStreamEndCapture", self._stream))
 
     def launch(self, graph: Graph) -> None:
         _call("cudaGraphLaunch", graph.handle, self._stream)
@@ -231,6 +242,8 @@ def _kind(name: str, value: int) -> Any:
 def _call(name: str, *arguments: Any) -> Any:
     """Call the CUDA runtime; what it returns beside the status."""
     api = _api()
+    if _failed:
+        raise DeviceLostError(_failed[0])
     try:
         status, *values = getattr(api, name)(*arguments)
     except Exception as error:
@@ -251,9 +264,26 @@ def _error(name: str, status: int, api: Any) -> EngineError | ResourceError:
         return EngineError("no NVIDIA GPU found (the driver shows none); check CUDA_VISIBLE_DEVICES and nvidia-smi")
     if status == _OUT_OF_MEMORY:
         return ResourceError("out of GPU memory; close other programs, or use engines with a smaller --context")
+    if status in _LASTING:
+        return _lost(name, status, api)
+    return EngineError(f"{name} failed: {_text(api, status)} (CUDA error {status})")
+
+
+# What the device failed of, once it did: CUDA, too, remembers it for the life of the process.
+_failed: list[str] = []
+
+
+def _lost(name: str, status: int, api: Any) -> DeviceLostError:
+    _failed.append(
+        f"the GPU failed at {name}: {_text(api, status)} (CUDA error {status}); this process can use it no more: start "
+        "it again, and if that does not help, look at nvidia-smi and run it under compute-sanitizer"
+    )
+    return DeviceLostError(_failed[0])
+
+
+def _text(api: Any, status: int) -> str:
     text = api.cudaGetErrorString(_status(api, status))[1]
-    text = text.decode() if isinstance(text, bytes) else str(text)
-    return EngineError(f"{name} failed: {text} (CUDA error {status})")
+    return text.decode() if isinstance(text, bytes) else str(text)
 
 
 def _status(api: Any, status: int) -> Any:

@@ -11,7 +11,7 @@ from engines.engine_manifest import Engine, EngineManifest, Profile
 from engines.errors import EngineError, ResourceError
 from plugins.load import tensorrt, trt
 from plugins.log import Messages, logger, messages
-from runtime.cuda import Device, DeviceBuffer, Stream
+from runtime.cuda import Device, DeviceBuffer, Stream, check_device
 
 _REBUILD = "run `python -m engines.build` again"
 
@@ -138,7 +138,9 @@ class EngineLoader:
         return context
 
     def error(self, what: str, log: Messages) -> EngineError | ResourceError:
-        """The exception for a failed call, by the first error that TensorRT logged about it."""
+        """The exception for a failed call, by the first error that TensorRT logged about it. Raises DeviceLostError
+        when that comes of a GPU that has failed."""
+        check_device()
         reason = " ".join(log.first_error.split())
         name = f"{tensorrt().name} {tensorrt().version}"
         if "compute capability" in reason.lower():

@@ -1,16 +1,29 @@
 #include "op_plugin.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <exception>
 #include <new>
 
 #include "export.h"
 
+// Is told each line that would go to stderr.
+using NextnListener = void (*)(char const*);
+
 namespace nextn {
 
+namespace {
+std::atomic<NextnListener> gListener{nullptr};
+}
+
 void report(char const* op, std::string const& message) {
-    std::fprintf(stderr, "nextn plugins: %s: %s\n", op, message.c_str());
+    std::string const line = std::string("nextn plugin ") + op + ": " + message;
+    NextnListener const listener = gListener;
+    if (listener)
+        listener(line.c_str());
+    else
+        std::fprintf(stderr, "%s\n", line.c_str());
 }
 
 OpPlugin* OpPlugin::create(OpInfo const& info, Attributes attributes, std::optional<std::string> rule) {
@@ -147,3 +160,5 @@ int32_t OpPlugin::enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const
 nvinfer1::PluginFieldCollection const* OpPlugin::getFieldsToSerialize() noexcept { return &mCollection; }
 
 }  // namespace nextn
+
+NEXTN_API void nextn_listen(NextnListener listener) { nextn::gListener = listener; }

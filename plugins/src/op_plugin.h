@@ -68,7 +68,7 @@ private:
     nvinfer1::PluginFieldCollection mCollection;
 };
 
-// A line on stderr: TensorRT's own log knows only that something failed.
+// TensorRT's own log knows only that something failed. To whom `nextn_listen` named, or to stderr.
 void report(char const* op, std::string const& message);
 
 }  // namespace nextn

@@ -9,6 +9,7 @@ import pytest
 from export.rtx16_dialect import to_rtx16
 from plugins import ops
 from plugins.load import load_plugins, tensorrt
+from plugins.log import messages
 from tests.plugins.one_op import INT8_SAMPLES, SAMPLES, Network, Shape, dtype_of, model_of
 
 pytestmark = pytest.mark.trt
@@ -93,12 +94,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_refuses(case: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """No engine, and a line that names the op, whether the import or the build is what fails."""
+    """No engine, and in the log what is wrong with which op in which layer. Nothing is printed past the log."""
     name, attributes, shapes = REFUSED[case]
     dtypes = ["float32", "int8", "int8", "float32"] if name == "KQuantMatmul" else None
-    net = Network(model_of(name, attributes, shapes, dtypes))
-    assert not (net.imported and net.build())
-    assert f"nextn plugins: {name}: " in capfd.readouterr().err
+    with messages() as log:
+        net = Network(model_of(name, attributes, shapes, dtypes))
+        assert not (net.imported and net.build())
+    assert log.first_error.startswith(f"nextn plugin {name}: "), log.errors
+    assert "node" in log.first_error.removeprefix(f"nextn plugin {name}: "), log.errors
+    assert capfd.readouterr().err == ""
 
 
 def test_refuses_a_float_weight() -> None:
@@ -107,10 +111,11 @@ def test_refuses_a_float_weight() -> None:
     assert not (net.imported and net.build())
 
 
-def test_a_real_linear_attention_is_not_taken(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_real_linear_attention_is_not_taken() -> None:
     """A foreign model's node of the carrier's name is refused by name, not misread."""
     model = to_rtx16(model_of(*changed("RopeTables")))
     (rule,) = [each for each in model.graph.node[0].attribute if each.name == "update_rule"]
     rule.s = b"gated_delta"
-    assert not Network(model).imported
-    assert "'gated_delta': no op of this library" in capfd.readouterr().err
+    with messages() as log:
+        assert not Network(model).imported
+    assert "'gated_delta': no op of this library" in log.first_error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ class FakeCuda:
         self.streams: dict[int, FakeStream] = {}
         self._memory: list[Any] = []
         self._time = 0.0
+        self._handles = itertools.count(77)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cuda"):
@@ -75,6 +77,8 @@ class FakeCuda:
 
     def _cudaGetErrorString(self, status: int) -> bytes:
         return f"fault {status}".encode()
+
+    def _cudaPeekAtLastError(self) -> None: ...
 
     def _cudaGetDeviceCount(self) -> int:
         return self.devices
@@ -110,7 +114,7 @@ class FakeCuda:
         self._cudaFree(address)
 
     def _cudaStreamCreateWithFlags(self, flags: int) -> FakeStream:
-        stream = FakeStream(len(self.streams) + 77)
+        stream = FakeStream(next(self._handles))
         self.streams[stream.handle] = stream
         return stream
 
@@ -133,8 +137,7 @@ class FakeCuda:
 
     def _cudaStreamEndCapture(self, stream: FakeStream) -> list[Work]:
         captured, stream.captured = stream.captured, None
-        assert captured is not None
-        return captured
+        return captured or []
 
     def _cudaGraphGetNodes(self, graph: list[Work], count: int = 0) -> tuple[list[Work], int]:
         return graph[:count], len(graph)

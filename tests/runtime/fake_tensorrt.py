@@ -253,6 +253,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu(fake, FakeModule(fake), FakeKernels(fake))
     log = FakeLog()
     monkeypatch.setattr(cuda, "_api", lambda: fake)
+    monkeypatch.setattr(cuda, "_failed", [])
     monkeypatch.setattr(tensorrt_session, "logger", lambda: log)
     monkeypatch.setattr(tensorrt_session, "messages", lambda: log)
     monkeypatch.setattr(token_choice.ctypes, "CDLL", lambda path: gpu.kernels)

@@ -1,0 +1,114 @@
+"""Faults of the GPU itself, each in a process of its own, which they end: what is said, the exit code, and signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.trt]
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 120
+SAYS = "error: the GPU failed at "
+
+# A kernel is made to read where nothing is: from a slot of the state far outside the pool.
+LOST = """
+import sys
+from pathlib import Path
+from engines.command import run_command
+from engines.errors import DeviceLostError
+from engines.manifest import load_manifest
+from runtime import generate
+from runtime.engine_tensorrt import open_engines
+from runtime.tensorrt_trunk import GREEDY, TensorrtTrunk
+folder, how = Path(sys.argv[1]), sys.argv[2]
+far = 1 << 28
+if how == "command":
+    real = TensorrtTrunk.start
+    def start(self, sampler):
+        real(self, sampler)
+        self._slot = far
+    TensorrtTrunk.warm_up = lambda self: None
+    TensorrtTrunk.start = start
+    run_command(lambda: generate.main([str(folder), "--prompt-ids", "1,2,3", "-n", "8"]))
+trunk, _ = open_engines(folder, load_manifest(folder), context_size=64)
+trunk.start(GREEDY)
+trunk.prefill([1, 2, 3])
+trunk._slot = far
+said = []
+for _ in range(3):
+    try:
+        trunk.verify([1])
+    except DeviceLostError as error:
+        said.append(str(error))
+try:  # TensorRT's own call, which knows no more than that something failed
+    trunk._session.enqueue("decode", 1, 1, {})
+except DeviceLostError as error:
+    said.append(str(error))
+assert len(said) == 4 and len(set(said)) == 1, said
+print("error: " + said[0])
+"""
+
+SLOWED = """
+import importlib, sys, time
+owner = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+real = getattr(owner, sys.argv[3])
+count = 0
+def slowed(*given, **named):
+    global count
+    count += 1
+    if count == int(sys.argv[4]):
+        print("reached", flush=True)
+        time.sleep(60)
+    return real(*given, **named)
+setattr(owner, sys.argv[3], slowed)
+from engines.command import run_command
+from runtime.generate import main
+run_command(lambda: main([sys.argv[5], "--prompt-ids", "1,2,3", "-n", "40", "--spec-type", "draft-mtp"]))
+"""
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def test_a_lost_device_is_said_once_and_for_all(prepared: Path) -> None:
+    done = run(LOST, prepared / "trained", "calls")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(SAYS) and "start it again" in done.stdout, done.stdout
+
+
+def test_a_command_line_ends_with_a_lost_device(prepared: Path) -> None:
+    """Exit code 4 and a line, though everything that is cleared up meets the same fault."""
+    done = run(LOST, prepared / "trained", "command")
+    assert (done.returncode, done.stdout) == (4, ""), done
+    assert done.stderr.startswith(SAYS) and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("runtime.tensorrt_trunk", "TensorrtTrunk", "prefill", 2),  # the first one warms up
+        ("runtime.tensorrt_trunk", "TensorrtTrunk", "commit", 1),
+        ("runtime.tensorrt_draft", "TensorrtDraft", "draft_and_verify", 2),
+        ("runtime.tensorrt_draft", "TensorrtDraft", "_whole_round", 1),  # while it is being recorded
+    ],
+    ids=lambda where: where[2],
+)
+def test_sigterm(prepared: Path, where: tuple[str, str, str, int]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOWED, *map(str, where), str(prepared / "trained")],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        reached = process.stdout.readline()
+        process.send_signal(signal.SIGTERM if reached.endswith("reached\n") else signal.SIGKILL)
+        said = process.stderr.read()
+        assert process.wait(WAIT_S) == 143, said
+    assert "Traceback" not in said and "terminate called" not in said, said
