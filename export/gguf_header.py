@@ -212,6 +212,10 @@ def _describe(first: bytes) -> str:
         return f"it is a Git LFS pointer ({shown}): fetch the file itself with `git lfs pull`"
     if first.startswith(b"PK\x03\x04"):
         return f"it is a ZIP or PyTorch archive ({shown}): convert it to GGUF first"
+    if first.startswith(b"\x1f\x8b"):
+        return f"it is a gzip archive ({shown}): unpack it first"
+    if text.startswith(b'{"'):
+        return f"it is the answer of a server, saved under this name ({first!r}): download the file itself"
     if first[8:10] == b'{"':
         return f"it looks like safetensors ({shown}): convert it to GGUF first"
     return shown

@@ -14,6 +14,7 @@ REPEATS, PREDICT = 5, 128
 DEPTHS, PREFILL = (0, 4096, 16384), (512, 4096)
 # The first token comes from the prompt, and a round keeps room for the trunk's own.
 _MIN_TOKENS = 3
+_MOST = 1 << 20
 
 
 def bench_parser() -> argparse.ArgumentParser:
@@ -73,8 +74,8 @@ def check_options(options: argparse.Namespace) -> SpecOptions:
     spec = SpecOptions("auto", options.spec_draft_n_max)
     spec.validate()
     for flag, value, least in (("--predict", options.predict, _MIN_TOKENS), ("--repeats", options.repeats, 1)):
-        if value < least:
-            raise UsageError(f"{flag} {value}: wanted {least} or more")
+        if not least <= value <= _MOST:
+            raise UsageError(f"{flag} {value}: wanted {least} to {_MOST}")
     for flag, values, least in (
         ("--drafts", options.drafts or [], 1),
         ("--depths", options.depths, 0),

@@ -29,6 +29,7 @@ from runtime.state_probe import probed, state_faults
 EXIT_FAILED = 1
 # The first token comes from the prompt, and a round keeps room for the trunk's own.
 _MIN_TOKENS = 3
+_MOST = 1 << 20  # of anything that is counted: all prompts are drawn before the first is run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,8 +115,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
         ("--prompt-length", options.prompt_length),
         ("--spec-draft-n-max", options.spec_draft_n_max),
     ):
-        if value < 1:
-            raise UsageError(f"{flag} {value}: wanted 1 or more")
+        if not 1 <= value <= _MOST:
+            raise UsageError(f"{flag} {value}: wanted 1 to {_MOST}")
     if options.predict < _MIN_TOKENS:
         raise UsageError(
             f"--predict {options.predict}: wanted {_MIN_TOKENS} or more; the first and the last token are never drafted"

@@ -171,6 +171,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listening.bind(address)
     except OSError as error:
         raise ResourceError(f"cannot listen on {host} port {port} ({error.strerror or error})") from None
+    except UnicodeError as error:  # no name that could be looked up
+        raise UsageError(f"--host {host}: is no name of a host ({error})") from None
     return listening
 
 

@@ -19,6 +19,8 @@ from engines.build import main
         ("array_bomb", ("size needed",)),
         ("big_endian", ("big-endian",)),
         ("split_missing", ("split", "4 parts")),
+        ("split_later", ("part 2", "first part")),
+        ("empty", ("0 bytes",)),
         ("mmproj", ("projector", "text model")),
         ("nextn_promised", ("NextN", "--no-draft")),
         ("nextn_only", ("draft head", "without a trunk")),

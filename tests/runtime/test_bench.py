@@ -183,8 +183,8 @@ def test_a_build_whose_drafts_change_the_text_fails(bench: Bench, monkeypatch: p
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("-n", 2), ("--predict 2", "3 or more")),
-        (("--repeats", 0), ("--repeats 0", "1 or more")),
+        (("-n", 2), ("--predict 2", "3 to")),
+        (("--repeats", 0), ("--repeats 0", "1 to")),
         (("--depths", "0,x"), ("--depths", "whole numbers")),
         (("--depths", "-1"), ("--depths -1",)),
         (("--prefill", "0"), ("--prefill 0",)),

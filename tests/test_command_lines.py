@@ -1,0 +1,67 @@
+"""Every flag of every command line with values of every kind: it says in one line what is wrong, and exits with 2.
+
+The model is none, so that a value that means something ends there, and nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from engines.command import Parser
+from tests.runtime.command import run_main
+
+# A command line, and what it needs to get as far as to look for its model.
+COMMANDS: dict[str, list[str]] = {
+    "runtime.generate": ["--prompt-ids", "1"],
+    "runtime.chat": [],
+    "runtime.serve": ["--port", "0"],
+    "runtime.bench": ["--bandwidth", "1"],
+    "runtime.eval": [],
+    "runtime.inspect": ["--gpu", "L4"],
+    "runtime.check": [],
+    "engines.build": ["-o", "out"],
+    "export.__main__": ["-o", "out"],
+    "export.token_frequencies": ["absent.txt"],
+}
+VALUES = (
+    "", "0", "-1", "1", "nan", "inf", "-inf", "1e400", "9" * 30, "-" + "9" * 30, "9" * 6000, "x", "é", "0x10", " 5",
+    "1_000", "auto", ",", "1,,2", "3.5", "/", "/dev/null", ".", "1e-320", "\x1b[31m",
+)  # fmt: skip
+
+
+class Parsed(Exception):
+    """Raised in place of parsing, with the parser."""
+
+
+def flags_of(main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
+    def give(parser: Parser, *given: object) -> NoReturn:
+        raise Parsed(parser)
+
+    with monkeypatch.context() as patch, pytest.raises(Parsed) as caught:
+        patch.setattr(Parser, "parse_args", give)
+        main([])
+    (parser,) = caught.value.args
+    return [each for each in parser._actions if each.option_strings and not isinstance(each, argparse._HelpAction)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_any_value(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    main = import_module(name).main
+    base = ["absent.gguf", *COMMANDS[name]]
+    flags = flags_of(main, monkeypatch)
+    assert len(flags) > 3 or name.startswith("export")
+    run_main(main, *base).refused(2, "absent.gguf")
+    for flag in flags:
+        given = flag.option_strings[-1]
+        for value in VALUES if flag.nargs != 0 else ("",):
+            outcome = run_main(main, *base, f"{given}={value}" if flag.nargs != 0 else given)
+            assert outcome.code in (2, 6), (given, value, outcome)
+            outcome.refused(outcome.code)
+            assert len(outcome.err) < 4000 and "\x1b" not in outcome.err, (given, value[:40])
+    assert not list(tmp_path.iterdir())
