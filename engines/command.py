@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from engines.errors import NextnError, ResourceError, UsageError
+from engines.errors import DeviceLostError, NextnError, ResourceError, UsageError
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
@@ -46,6 +46,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         with _sigterm_raises():
             code = main()
             sys.stdout.flush()
+    except DeviceLostError as error:
+        end_now(report(error))
     except NextnError as error:
         code = report(error)
     except MemoryError as error:
@@ -64,6 +66,13 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         else:
             code = report(_of_a_file(error))
     sys.exit(code)
+
+
+def end_now(code: int) -> NoReturn:
+    """Without clearing up: to give back what a lost GPU holds would end the process by a signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _of_a_file(error: OSError) -> NextnError:

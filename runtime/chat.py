@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from engines.errors import NextnError, UsageError
+from engines.errors import DeviceLostError, NextnError, UsageError
 from runtime.command_line import (
     EXIT_INTERRUPTED,
     Parser,
@@ -120,6 +120,8 @@ def _run(chat: Conversation) -> int:
             chat.screen.note("Ctrl-D or /quit leaves")
         except UnicodeDecodeError as error:
             raise UsageError(f"stdin: byte {error.start} is not UTF-8; give the text as UTF-8") from None
+        except DeviceLostError:
+            raise
         except NextnError as error:
             chat.screen.note(f"error: {' '.join(str(error).split())}")
             code = code or error.exit_code

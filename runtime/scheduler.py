@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from engines.errors import DeviceLostError, EngineError, NextnError, ResourceError, UsageError
 from runtime.controller import Controller, FixedDraft
 from runtime.engine import DraftEngine, Sampler, SharedDraft, SharedTrunk, TrunkEngine
 from runtime.sequence_sampler import SequenceSampler
@@ -217,6 +217,8 @@ class Scheduler:
                 message_ends=self._session.tokenizer.end_token_ids,
                 overlap=True,
             )
+        except DeviceLostError:  # nobody's alone
+            raise
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(slot, job, "error", error)
 
@@ -233,6 +235,8 @@ class Scheduler:
             if reason is None:
                 return
             slot.generation.save()
+        except DeviceLostError:
+            raise
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(slot, job, "error", error)
             return

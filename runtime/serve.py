@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.command import Terminated
-from engines.errors import ResourceError, UsageError
+from engines.errors import DeviceLostError, ResourceError, UsageError
 from runtime.command_line import (
     Parser,
     add_model_arguments,
@@ -65,7 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"listening on {_address(listening)}, {what}", file=sys.stderr)
     connections = ConnectionLimits(count=allowed(options.max_connections))
     with contextlib.suppress(Terminated):  # raised once more when all is done
-        web_server(app, connections, options.grace).run(sockets=[listening])
+        web_server(app, connections, options.grace, lambda: service.scheduler.failed is not None).run(
+            sockets=[listening]
+        )
+    if isinstance(service.scheduler.failed, DeviceLostError):
+        raise service.scheduler.failed
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +110,19 @@ class _Limited(H11Protocol):
             timer.cancel()
 
 
-def web_server(app: ASGIApp, limits: ConnectionLimits, grace_s: int | None = None) -> uvicorn.Server:
-    """uvicorn with these limits; `allowed` says how many connections there can be."""
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, over: Callable[[], bool]) -> None:
+        super().__init__(config)
+        self._over = over
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._over()
+
+
+def web_server(
+    app: ASGIApp, limits: ConnectionLimits, grace_s: int | None = None, over: Callable[[], bool] = lambda: False
+) -> uvicorn.Server:
+    """uvicorn with these limits; `allowed` says how many connections there can be. over: whether it is to end."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -119,7 +131,7 @@ def web_server(app: ASGIApp, limits: ConnectionLimits, grace_s: int | None = Non
         timeout_graceful_shutdown=grace_s,
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return _Server(config, over)
 
 
 def allowed(count: int) -> int:

@@ -51,6 +51,8 @@ except DeviceLostError as error:
     said.append(str(error))
 assert len(said) == 4 and len(set(said)) == 1, said
 print("error: " + said[0])
+from engines.command import end_now
+end_now(0)
 """
 
 SLOWED = """

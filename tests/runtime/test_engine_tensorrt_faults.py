@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def test_a_pass_on_a_lost_device(engines: Engines, gpu: FakeGpu, monkeypatch: py
         text_of(engines)
 
 
-def test_the_command_line_ends(engines: Engines, gpu: FakeGpu) -> None:
+def test_the_command_line_ends(engines: Engines, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.command.end_now", sys.exit)  # not this process
     gpu.cuda.errors["cudaStreamSynchronize"] = ILLEGAL_ADDRESS
     outcome = run_main(lambda arguments: len(text_of(engines)))
     outcome.refused(EngineError.exit_code, "the GPU failed", "start it again")

@@ -91,3 +91,34 @@ def test_a_machine_without_the_packages(exported: Callable[[str], Exported], mon
     monkeypatch.setattr(serve, "_PACKAGES", ("fastapi", "no_such_package"))
     outcome = run_main(serve.main, exported("trained").folder)
     assert outcome.code == 2 and "pip install 'nextn-trt[serve]'" in outcome.err
+
+
+def test_a_lost_gpu_ends_the_server(exported: Callable[[str], Exported]) -> None:
+    """Whoever is served is told, and whoever runs the server learns it by the exit code of an engine's error."""
+    lost = """
+import sys
+from engines.command import run_command
+from engines.errors import DeviceLostError
+from runtime import serve
+from runtime.engine_onnxruntime import OnnxTrunkEngine
+def verify(self, tokens):
+    raise DeviceLostError("the GPU failed; start it again")
+real = serve.session_to_serve
+def opened(options):
+    session = real(options)
+    OnnxTrunkEngine.verify = verify
+    return session
+serve.session_to_serve = opened
+run_command(lambda: serve.main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", lost, str(exported("trained").folder), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    with process.stderr:
+        said = next(line for line in process.stderr if line.startswith("listening on "))
+        url = said.split()[2].rstrip(",")
+        reply = httpx.post(f"{url}/v1/chat/completions", json=QUESTION, timeout=WAIT_S)
+        assert reply.status_code == 500, reply.text
+        rest = process.stderr.read()
+        assert process.wait(WAIT_S) == 4
+    assert rest.splitlines()[-1] == "error: the GPU failed; start it again"
