@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from engines.errors import DeviceLostError, NextnError, ResourceError, UsageError
+from engines.errors import DeviceLostError, NextnError, ResourceError, UsageError, printable
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
-_LONGEST_LINE = 2000
 _WRONG_PATHS = (
     errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL,
 )  # fmt: skip
@@ -85,13 +84,6 @@ def report(error: NextnError) -> int:
     """Print the error; its exit code. What a file had in its names must not speak to the terminal."""
     print("error:", printable(str(error)), file=sys.stderr)
     return error.exit_code
-
-
-def printable(text: str) -> str:
-    """In one line, without characters that a terminal would obey; of very long ones the two ends."""
-    if len(text) > _LONGEST_LINE:
-        text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
-    return "".join(char if char.isprintable() else " " if char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 
 @contextlib.contextmanager

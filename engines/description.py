@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.build_flags import DEFAULT_OPTIONS, KV_CACHES
-from engines.errors import ModelFileError, UsageError
+from engines.errors import ModelFileError, UsageError, printable
 from engines.layer_kernels import layer_kernels
 from engines.planned_engines import planned_activations, planned_engines
 from engines.planned_model import PlannedModel
@@ -38,8 +38,8 @@ def describe(model: Path, context: int = 0) -> PlannedModel:
     geometry, refusal = geometry_of(config), _refusal(config, file)
     forms = {} if refusal else layer_forms(file, config)
     facts = {
-        "file": str(file.path),
-        "name": file.get("general.name", str, file.path.stem),
+        "file": printable(str(file.path)),
+        "name": printable(file.get("general.name", str, file.path.stem)),
         "bytes": sum(each.nbytes for each in file.tensors.values()),
         "geometry": _geometry_facts(config),
         "tensors": [asdict(group) for group in groups],

@@ -55,3 +55,13 @@ class ResourceError(NextnError):
     """Out of memory or disk."""
 
     exit_code = 6
+
+
+_LONGEST_LINE = 2000
+
+
+def printable(text: str) -> str:
+    """In one line, without characters that a terminal would obey; of very long ones the two ends."""
+    if len(text) > _LONGEST_LINE:
+        text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
+    return "".join(char if char.isprintable() else " " if char in "\n\t" else f"\\x{ord(char):02x}" for char in text)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.errors import EngineError
+from engines.errors import EngineError, printable
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
@@ -145,7 +145,7 @@ def load_manifest(folder: Path) -> Manifest:
         raise EngineError(f"{path}: manifest format {found!r}, wanted {FORMAT_VERSION}; run `python -m export` again")
     try:
         manifest = Manifest(
-            model_name=raw["model_name"],
+            model_name=printable(raw["model_name"]),
             content_key=raw["content_key"],
             target=raw["target"],
             geometry=Geometry(**{key: _tuples(value) for key, value in raw["geometry"].items()}),

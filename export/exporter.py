@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.draft_head import DraftHeadOptions
-from engines.errors import ResourceError, UsageError
+from engines.errors import ResourceError, UsageError, printable
 from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
@@ -103,7 +103,7 @@ def _write_all(
     if tokenizer.has_chat_template:
         files["chat_template"] = "chat_template.jinja"
     manifest = Manifest(
-        model_name=file.get("general.name", str, file.path.stem),
+        model_name=printable(file.get("general.name", str, file.path.stem)),
         content_key=file.content_key(),
         target=target,
         geometry=geometry_of(config),

@@ -182,6 +182,22 @@ def test_prompts_that_cannot_be_used(generate: Generate, tmp_path: Path) -> None
     assert generate("bigram_ring", "-p", "w", "--raw", "-n", 2).code == 0  # the next request works
 
 
+@pytest.mark.parametrize("text", ["\0", "a\0b", "\x1b[2J", "\ufeff", "\u202e", "\n" * 50, "é" * 700, "\U0010ffff"])
+def test_odd_prompts(generate: Generate, text: str) -> None:
+    """Every byte of them is there; nothing is trimmed, cut at a NUL or normalised."""
+    result = generate("bigram_ring", "--raw", "-n", 2, "--json", stdin=text.encode() + b"\n").json
+    assert b"".join(bytes([token]) for token in result["prompt_tokens"]) == text.encode()
+
+
+def test_a_line_of_a_megabyte(generate: Generate) -> None:
+    generate("bigram_ring", "--raw", stdin=b"w" * (1 << 20)).refused(2, "1048576 tokens", "context holds 4096")
+
+
+@pytest.mark.parametrize("content", [b"\xed\xa0\x80", b"a\xff", b"\xc3"])
+def test_prompts_that_are_no_text(generate: Generate, content: bytes) -> None:
+    generate("bigram_ring", stdin=content).refused(2, "stdin: byte", "is not UTF-8")
+
+
 # ---------------------------------------------------------------- numbers at the edges
 @pytest.mark.parametrize(
     ("flags", "n_tokens"),

@@ -85,6 +85,19 @@ def test_exports_are_kept_by_content(tiny: Callable[[str], Path], tmp_path: Path
     assert list(cache.iterdir()) == [folder]
 
 
+def test_a_cache_that_was_moved(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nothing in it names the place where it was made."""
+    flags = ("--prompt-ids", "40", "-n", 5, "--json")
+    first = run_main(main, tiny("draft_perfect"), "--cache-dir", tmp_path / "old", *flags).json
+    [folder] = (tmp_path / "old").iterdir()
+    made = (folder / "manifest.json").stat().st_mtime_ns
+    (tmp_path / "old").rename(tmp_path / "new")
+    again = run_main(main, tiny("draft_perfect"), "--cache-dir", tmp_path / "new", *flags).json
+    assert again["tokens"] == first["tokens"]
+    assert (tmp_path / "new" / folder.name / "manifest.json").stat().st_mtime_ns == made
+    assert not (tmp_path / "old").exists()
+
+
 def test_a_cache_that_cannot_be_written(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run_main(main, tiny("bigram_ring"), "--cache-dir", tmp_path / "file", "-p", "a").refused(6, "--cache-dir")
