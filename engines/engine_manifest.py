@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import EngineError
+from engines.kinds import check_kinds
 from engines.manifest import Geometry
 
+_DTYPES = ("float32", "float16", "int8", "int32", "int64")
 ENGINES_NAME = "engines.json"
 FORMAT_VERSION = 2
 
@@ -152,7 +154,9 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
                 for name, entry in raw["weights"].items()
             },
         )
+        check_kinds(manifest, EngineManifest, ENGINES_NAME)
         _check_places(manifest)
+        _check_parts(manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{path}: incomplete ({error}); run `python -m engines.build` again") from None
     return manifest
@@ -168,6 +172,29 @@ def _check_places(manifest: EngineManifest) -> None:
         for piece in place.pieces:
             if min(piece.offset, piece.nbytes, piece.at) < 0 or piece.at + piece.nbytes > place.nbytes:
                 raise ValueError(f"a piece of {weight!r} lies outside of it")
+
+
+def _check_parts(manifest: EngineManifest) -> None:
+    """Raise ValueError where something lacks a part, or names one that is not there."""
+    for engine in manifest.engines.values():
+        if [profile.name for profile in engine.profiles] != ["decode", "prefill"]:
+            raise ValueError(f"the profiles of {engine.file!r}")
+        if any(each.dtype not in _DTYPES for each in (*engine.inputs, *engine.outputs)):
+            raise ValueError(f"the types of {engine.file!r}")
+    names = {each.name for engine in manifest.engines.values() for each in engine.inputs}
+    weights = {weight for engine in manifest.engines.values() for weight in engine.weights}
+    if "trunk" not in manifest.engines or not weights <= manifest.weights.keys():
+        raise ValueError("the trunk, or a weight, is missing")
+    aliases = {each.alias for engine in manifest.engines.values() for each in engine.outputs if each.alias}
+    if not aliases <= names:
+        raise ValueError(f"outputs of {min(aliases - names)!r}, which is no input")
+    for each in (binding for engine in manifest.engines.values() for binding in (*engine.inputs, *engine.outputs)):
+        varying = {size for size in each.shape if isinstance(size, str)}
+        if not varying <= {"T", "R"} or (varying and each.name in aliases):
+            raise ValueError(f"{each.name!r} has shape {each.shape!r}")
+    options = manifest.options
+    if not 1 <= options.max_rows <= options.context or options.prefill_chunk < 1:
+        raise ValueError(f"options {options}")
 
 
 def pool_size(geometry: Geometry, max_rows: int) -> int:

@@ -17,6 +17,8 @@ from engines.errors import EngineError, printable
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
 _WHOLE_BYTES = 64 << 20
+_FROM_ZERO = ("gdn_layers", "attention_layers", "draft_layer", "end_token_ids", "bos_token_id", "num_heads")
+_MOST = 1 << 31
 _PIECES, _PIECE_BYTES = 256, 64 << 10
 
 
@@ -171,6 +173,12 @@ def _check_kinds(manifest: Manifest) -> None:
         wants_tuple = name in ("gdn_layers", "attention_layers", "end_token_ids")
         if wants_tuple != isinstance(value, tuple) or any(type(number) is not int for number in numbers):
             raise ValueError(f"{name} is {value!r}")
+        # From what size on a number means something, and what no model has.
+        least = 0 if name in _FROM_ZERO else 1
+        if any(number is not None and not least <= number <= _MOST for number in numbers):
+            raise ValueError(f"{name} is {value!r}")
+    if any(token >= manifest.geometry.vocab_size for token in manifest.tokenizer.end_token_ids):
+        raise ValueError(f"end_token_ids are {manifest.tokenizer.end_token_ids!r}")
     if not manifest.tokenizer.end_token_ids:
         raise ValueError("end_token_ids is empty")
     for role, entry in manifest.files.items():

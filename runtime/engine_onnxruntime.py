@@ -20,7 +20,7 @@ from engines.manifest import Geometry, Manifest
 from runtime.draft_tokens import load_draft_tokens
 from runtime.engine import NO_CHOICE, SEQUENCES_DEFAULT, Pass, Sampler, SavedState
 from runtime.onnx_draft import OnnxDraftEngine
-from runtime.onnx_session import PREFILL_CHUNK, KvCache, check_version, load_session, run_session
+from runtime.onnx_session import PREFILL_CHUNK, KvCache, check_inputs, check_version, load_session, run_session
 
 
 def open_engines(
@@ -40,12 +40,16 @@ def open_engines(
     check_version(ort.__version__)
     geometry = manifest.geometry
     trunk_session = load_session(manifest.file(folder, "trunk"), threads)
+    layers = [f"blk.{layer}.state" for layer in geometry.gdn_layers]
+    caches = [f"blk.{layer}.key_cache" for layer in geometry.attention_layers]
+    check_inputs(manifest.file(folder, "trunk"), trunk_session, layers + caches)
     replay_session = load_session(manifest.file(folder, "replay"), threads) if geometry.gdn_layers else None
     trunk = OnnxTrunkEngine(trunk_session, replay_session, geometry, context_size, max_rows)
     trunk.num_sequences = num_sequences or SEQUENCES_DEFAULT
     if not draft or not manifest.has_draft:
         return trunk, None
     session = load_session(manifest.file(folder, "draft"), threads)
+    check_inputs(manifest.file(folder, "draft"), session, [f"blk.{geometry.draft_layer}.key_cache"])
     return trunk, OnnxDraftEngine(session, geometry, context_size, load_draft_tokens(folder, manifest))
 
 

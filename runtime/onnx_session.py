@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,16 @@ def load_session(path: Path, threads: int) -> ort.InferenceSession:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise _translated(error, f"{path}: cannot be loaded; run `python -m export` again if it is damaged") from error
+
+
+def check_inputs(path: Path, session: ort.InferenceSession, names: Iterable[str]) -> None:
+    """Raise EngineError when the graph lacks an input that the manifest's sizes promise."""
+    missing = set(names) - {each.name for each in session.get_inputs()}
+    if missing:
+        raise EngineError(
+            f"{path}: the graph has no input {min(missing)}: it does not belong to the manifest beside it; "
+            "run `python -m export` again"
+        )
 
 
 def run_session(session: ort.InferenceSession, binding: Any) -> None:

@@ -100,5 +100,5 @@ def test_weights_stay_in_their_memory(tmp_path: Path, offset: int, nbytes: int, 
     piece = {"tensor": "t", "file": "model.gguf", "offset": offset, "nbytes": nbytes, "at": at}
     raw["weights"] = {"w": {"shape": [4], "pieces": [piece]}}
     path.write_text(json.dumps(raw))
-    with pytest.raises(EngineError, match="a piece of 'w' lies outside of it"):
+    with pytest.raises(EngineError, match=r"a piece of 'w' lies outside of it|'w': pieces: .* is -1"):
         load_engine_manifest(tmp_path)
