@@ -23,8 +23,9 @@ from engines.build_flags import (
     DEFAULT_OPTIONS,
     KV_CACHES,
     LOWERINGS,
+    PREFILL_CHUNK_MAX,
     build_parser,
-    check_gpu_memory,
+    check_numbers,
 )
 from engines.command import report, run_command
 from engines.draft_head import DraftHeadOptions, draft_head_options, refuse_for_folder
@@ -149,7 +150,7 @@ def _checked(options: EngineOptions, manifest: Manifest, folder: Path) -> Engine
     for name, value, low, high in (
         ("--max-draft", options.max_rows - 1, 0, MAX_DECODE_T - 1),
         ("--context", options.context, 1, limit),
-        ("--prefill-chunk", options.prefill_chunk, 1, 1 << 16),
+        ("--prefill-chunk", options.prefill_chunk, 1, PREFILL_CHUNK_MAX),
     ):
         if not low <= value <= high:
             raise UsageError(f"{name} {value}: wanted {low} to {high}")
@@ -188,7 +189,9 @@ def _kept(folder: Path, key: str) -> EngineManifest | None:
     return manifest if manifest.build_key == key else None
 
 
-def _exported(model: Path, output: Path | None, draft: bool, draft_head: DraftHeadOptions) -> Path:
+def _exported(
+    model: Path, output: Path | None, draft: bool, draft_head: DraftHeadOptions, context: int | None = None
+) -> Path:
     """The exported folder: ``model`` itself, or ``output`` with the .gguf exported into it unless it is that."""
     if model.is_dir():
         refuse_for_folder(draft_head, model)
@@ -207,7 +210,10 @@ def _exported(model: Path, output: Path | None, draft: bool, draft_head: DraftHe
         found = load_manifest(output)
         if (found.content_key, found.target, found.has_draft, found.draft_head_key) == wanted:
             return output
-    total = count_weights(file, load_config(file, draft=draft), draft_head)
+    config = load_config(file, draft=draft)
+    if context is not None and context > config.context_length:  # said before a long export
+        raise UsageError(f"--context {context}: wanted 1 to {config.context_length}")
+    total = count_weights(file, config, draft_head)
     with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None) as bar:
         manifest = export_model(
             model, output, draft=draft, target="tensorrt", draft_head=draft_head, progress=bar.update
@@ -219,16 +225,18 @@ def _exported(model: Path, output: Path | None, draft: bool, draft_head: DraftHe
 
 def _options(given: argparse.Namespace, folder: Path) -> EngineOptions:
     """What the flags ask for, for the export in ``folder``."""
-    options = EngineOptions(
-        given.max_draft + 1, given.context, given.prefill_chunk, given.embed_weights, given.lowering, given.kv_cache
-    )
-    if given.context != CONTEXT_AUTO:
-        return options
     manifest = load_manifest(folder)
-    _checked(replace(options, context=manifest.geometry.context_length), manifest, folder)
+    longest = manifest.geometry.context_length
+    context = min(DEFAULT_OPTIONS.context, longest) if given.context is None else given.context
+    options = EngineOptions(
+        given.max_draft + 1, context, given.prefill_chunk, given.embed_weights, given.lowering, given.kv_cache
+    )
+    if context != CONTEXT_AUTO:
+        return options
+    _checked(replace(options, context=longest), manifest, folder)
     free_bytes = free_gpu_bytes() if given.gpu_memory is None else int(given.gpu_memory * 1e9)
     options = replace(options, context=fitting_context(folder, manifest, options, free_bytes))
-    print(f"note: --context auto: {options.context} of the model's {manifest.geometry.context_length}", file=sys.stderr)
+    print(f"note: --context auto: {options.context} of the model's {longest}", file=sys.stderr)
     return options
 
 
@@ -241,8 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         given = build_parser().parse_args(arguments)
-        check_gpu_memory(given)
-        folder = _exported(given.model, given.output, not given.no_draft, draft_head_options(given))
+        check_numbers(given)
+        folder = _exported(given.model, given.output, not given.no_draft, draft_head_options(given), given.context)
         options = _options(given, folder)
         with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
 

@@ -9,11 +9,13 @@ from engines.command import Parser
 from engines.draft_head import add_draft_head_arguments
 from engines.engine_manifest import EngineOptions
 from engines.errors import UsageError
+from plugins.ops import MAX_DECODE_T
 
 LOWERINGS = ("layers", "ops")
 KV_CACHES = ("f16", "int8")
 DEFAULT_OPTIONS = EngineOptions(max_rows=6, context=16384, prefill_chunk=1024, embed_weights=False)
 CONTEXT_AUTO = -1
+PREFILL_CHUNK_MAX = 1 << 16
 _GPU_MEMORY_MAX = 1e6
 
 
@@ -28,9 +30,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--context",
         type=_context,
-        default=defaults.context,
         metavar="N",
-        help="KV rows, tokens; auto: as many as fit the GPU's memory (default %(default)s)",
+        help="KV rows, tokens; auto: as many as fit the GPU's memory (default: the model's, "
+        f"{defaults.context} at the most)",
     )
     parser.add_argument(
         "--gpu-memory", type=float, metavar="GB", help="for --context auto: what is free (default: on the GPU here)"
@@ -72,7 +74,17 @@ def _context(text: str) -> int:
     return number
 
 
-def check_gpu_memory(given: argparse.Namespace) -> None:
+def check_numbers(given: argparse.Namespace) -> None:
+    """Raise UsageError for what is wrong whatever the model is: before a long export."""
+    rows = given.max_draft + 1
+    for flag, value, low, high in (
+        ("--max-draft", given.max_draft, 0, MAX_DECODE_T - 1),
+        ("--prefill-chunk", given.prefill_chunk, 1, PREFILL_CHUNK_MAX),
+    ):
+        if not low <= value <= high:
+            raise UsageError(f"{flag} {value}: wanted {low} to {high}")
+    if given.context not in (None, CONTEXT_AUTO) and given.context < rows:
+        raise UsageError(f"--context {given.context}: wanted at least --max-draft + 1 = {rows}")
     if given.gpu_memory is None:
         return
     if given.context != CONTEXT_AUTO:

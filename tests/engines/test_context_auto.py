@@ -52,6 +52,11 @@ def test_the_largest_that_fits(tiny: Tiny, exported_q4: Path) -> None:
     [
         (["--context", "most"], "'most'"),
         (["--context", "-1"], "-1"),
+        (["--context", "5"], "--context 5: wanted at least --max-draft + 1 = 6"),
+        (["--context", "4097"], "--context 4097: wanted 1 to 4096"),
+        (["--max-draft", "8"], "--max-draft 8: wanted 0 to 7"),
+        (["--max-draft", "-1"], "--max-draft -1"),
+        (["--prefill-chunk", "0"], "--prefill-chunk 0: wanted 1 to 65536"),
         (["--gpu-memory", "8"], "--gpu-memory is for --context auto"),
         (["--context", "auto", "--gpu-memory", "0"], "--gpu-memory 0: wanted GB above 0"),
         (["--context", "auto", "--gpu-memory", "nan"], "--gpu-memory nan"),
@@ -72,3 +77,5 @@ def test_the_command_line(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(tiny("q4_k_m")), *flags]) == 0
     assert "note: --context auto: 1024 of the model's 4096" in capsys.readouterr().err
     assert load_engine_manifest(tmp_path / "x").options.context == 1024
+    assert main([str(tiny("q4_k_m")), "-o", str(tmp_path / "y")]) == 0
+    assert load_engine_manifest(tmp_path / "y").options.context == 4096, "the model's, which is less than the default"

@@ -102,7 +102,7 @@ def test_parsers_are_given_the_weights_where_they_take_them(tmp_path: Path) -> N
     model, path = model_of(("a", "data", 1, 2), ("b", "data", 3, 3)), tmp_path / "m.onnx"
     with MappedWeights(model, tmp_path) as weights:
         parser, old = Parser(), OldParser()
-        assert network._import(parser, model, path, weights)
+        assert network._import(parser, model, path, weights.places)
         assert parser.calls == [("model", str(path)), ("a", b"bc"), ("b", b"def"), ("parse",)]
-        assert not network._import(Parser(refused="b"), model, path, weights)
-        assert network._import(old, model, path, weights) and old.path == str(path)
+        assert not network._import(Parser(refused="b"), model, path, weights.places)
+        assert network._import(old, model, path, weights.places) and old.path == str(path)
