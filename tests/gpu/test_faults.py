@@ -5,9 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from runtime.tensorrt_draft import TensorrtDraft
+from runtime.tensorrt_trunk import TensorrtTrunk
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trt]
 
@@ -92,17 +96,18 @@ def test_a_command_line_ends_with_a_lost_device(prepared: Path) -> None:
     assert done.stderr.startswith(SAYS) and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        ("runtime.tensorrt_trunk", "TensorrtTrunk", "prefill", 2),  # the first one warms up
-        ("runtime.tensorrt_trunk", "TensorrtTrunk", "commit", 1),
-        ("runtime.tensorrt_draft", "TensorrtDraft", "draft_and_verify", 2),
-        ("runtime.tensorrt_draft", "TensorrtDraft", "_whole_round", 1),  # while it is being recorded
-    ],
-    ids=lambda where: where[2],
+# Functions themselves, not their names: a build that lacks one is noticed without a GPU.
+PLACES: tuple[tuple[Callable[..., object], int], ...] = (
+    (TensorrtTrunk.prefill, 2),  # the first one warms up
+    (TensorrtTrunk.commit, 1),
+    (TensorrtDraft.begin_round, 2),
+    (TensorrtDraft._whole_round, 1),  # while it is being recorded
 )
-def test_sigterm(prepared: Path, where: tuple[str, str, str, int]) -> None:
+
+
+@pytest.mark.parametrize(("function", "count"), PLACES, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_sigterm(prepared: Path, function: Callable[..., object], count: int) -> None:
+    where = (function.__module__, *function.__qualname__.split("."), count)
     process = subprocess.Popen(
         [sys.executable, "-c", SLOWED, *map(str, where), str(prepared / "trained")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
