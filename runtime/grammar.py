@@ -77,6 +77,8 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=sorted(end_token_ids))
         except (OSError, ValueError) as error:
             raise EngineError(f"{path}: no grammars for this tokenizer ({_one_line(str(error))})") from error
+        except TypeError as error:  # one end token only, in releases before 1.7
+            raise EngineError("llguidance is too old for this server; pip install 'llguidance>=1.9'") from error
         self._vocab_size = vocab_size
 
     def json_object(self) -> Grammar:

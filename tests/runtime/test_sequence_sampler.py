@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from engines.errors import UsageError
+from engines.errors import EngineError, UsageError
 from runtime.controller import FixedDraft
 from runtime.grammar import GrammarCompiler
 from runtime.sampling import ParamsSampler, SamplingParams, choose
@@ -183,6 +183,15 @@ def compiler(session: Session) -> GrammarCompiler:
     return GrammarCompiler(
         session.folder, session.manifest.geometry.vocab_size, sorted(session.tokenizer.end_token_ids)
     )
+
+
+def test_a_library_that_is_too_old(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def old_tokenizer(source: str, n_vocab: int, eos_token: object) -> None:
+        raise TypeError("'list' object cannot be interpreted as an integer")
+
+    monkeypatch.setattr("runtime.grammar.LLTokenizer", old_tokenizer)
+    with pytest.raises(EngineError, match=r"llguidance is too old .* pip install"):
+        GrammarCompiler(session.folder, VOCAB, [1, 2])
 
 
 def run(
