@@ -44,7 +44,9 @@ class ChatTemplate:
             raise UsageError(f"{self._path}: line {error.lineno} of the chat template: {error.message}") from error
         self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
         """The prompt text of ``messages`` ({"role", "content", ...} each).
 
         ``options`` go to the template by name: enable_thinking, tools, documents, whatever it knows. One that is not
@@ -72,7 +74,7 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any
 ) -> ChatPrompt:
     """The prompt for an answer to ``messages``. Raises UsageError as `ChatTemplate.render` does."""
     text = template.render(messages, add_generation_prompt=True, **options)

@@ -65,9 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"listening on {_address(listening)}, {what}", file=sys.stderr)
     connections = ConnectionLimits(count=allowed(options.max_connections))
     with contextlib.suppress(Terminated):  # raised once more when all is done
-        web_server(app, connections, options.grace, lambda: service.scheduler.failed is not None).run(
-            sockets=[listening]
+        server = web_server(
+            app,
+            connections,
+            options.grace,
+            over=lambda: service.scheduler.failed is not None,
+            closing=lambda: service.close(options.grace),
         )
+        server.run(sockets=[listening])
     if isinstance(service.scheduler.failed, DeviceLostError):
         raise service.scheduler.failed
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from runtime.server.security import HEADER_BYTES_MAX
 
 CONNECTIONS_DEFAULT = 1024
+_LAST_WORDS_S = 10  # for clients to be told that their replies are cut off
 _FILES_BESIDE = 128  # open files that are no connections
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -111,27 +113,37 @@ class _Limited(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, over: Callable[[], bool]) -> None:
+    def __init__(self, config: uvicorn.Config, over: Callable[[], bool], closing: Callable[[], None]) -> None:
         super().__init__(config)
-        self._over = over
+        self._over, self._closing = over, closing
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replies are ended by ``closing``, while their connections are still there to be told so."""
+        asyncio.get_running_loop().run_in_executor(None, self._closing)
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._over()
 
 
 def web_server(
-    app: ASGIApp, limits: ConnectionLimits, grace_s: int | None = None, over: Callable[[], bool] = lambda: False
+    app: ASGIApp,
+    limits: ConnectionLimits,
+    grace_s: int | None = None,
+    over: Callable[[], bool] = lambda: False,
+    closing: Callable[[], None] = lambda: None,
 ) -> uvicorn.Server:
-    """uvicorn with these limits; `allowed` says how many connections there can be. over: whether it is to end."""
+    """uvicorn with these limits; `allowed` says how many connections there can be. over: whether it is to end. closing:
+    called when it does, in a thread; it is to end all replies in ``grace_s`` seconds."""
     config = uvicorn.Config(
         app,
         log_config=None,
         http=type("Limited", (_Limited,), {"limits": limits}),
         h11_max_incomplete_event_size=HEADER_BYTES_MAX,
-        timeout_graceful_shutdown=grace_s,
+        timeout_graceful_shutdown=None if grace_s is None else grace_s + _LAST_WORDS_S,
         server_header=False,
     )
-    return _Server(config, over)
+    return _Server(config, over, closing)
 
 
 def allowed(count: int) -> int:

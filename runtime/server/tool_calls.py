@@ -15,6 +15,7 @@ models do, are read, too.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+
+
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_MOST_REFERENCES = 8  # that are followed one after the other
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class ToolCallReader:
             return None
         schema = self._parameters[name]
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties if isinstance(properties, Mapping) else {}
+        if not isinstance(properties, Mapping):
+            return {}
+        return {key: resolved(each, schema) for key, each in properties.items()}
 
     def read(self, body: str) -> ToolCall | None:
         """The call that stands between the tags; None: not one, or of a tool that was not offered."""
@@ -64,7 +71,7 @@ class ToolCallReader:
 
     def _read_json(self, body: str) -> ToolCall | None:
         try:
-            raw = json.loads(body)
+            raw = _loads(body)
         except (ValueError, RecursionError):
             return None
         if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
@@ -93,7 +100,7 @@ def value_of(text: str, schema: Any) -> Any:
     if wanted == {"string"} or (not wanted and not text.lstrip().startswith(("{", "["))):
         return text
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = _loads(text)
     except (ValueError, RecursionError):
         spoken = {"True": True, "False": False, "None": None}  # as Python has them, which models mix in
         if text.strip() not in spoken:
@@ -110,6 +117,30 @@ def value_of(text: str, schema: Any) -> Any:
     return value if fits else text
 
 
+def resolved(schema: Any, root: Any) -> Any:
+    """A property's schema with what its references within ``root``, the tool's parameters, stand for; those of its
+    alternatives, too. One that leads nowhere, or on and on, is left."""
+    schema = _followed(schema, root)
+    if not isinstance(schema, Mapping):
+        return schema
+    alternatives = {key: schema[key] for key in _ALTERNATIVES if isinstance(schema.get(key), list)}
+    return {**schema, **{key: [_followed(each, root) for each in value] for key, value in alternatives.items()}}
+
+
+def _followed(schema: Any, root: Any) -> Any:
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        target = root
+        for part in reference[2:].split("/"):
+            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
+            break
+        schema = {**target, **{key: value for key, value in schema.items() if key != "$ref"}}
+    return schema
+
+
 def schema_types(schema: Any) -> set[str]:
     """The names of the JSON types that a property may have; empty if its schema does not say."""
     if not isinstance(schema, Mapping):
@@ -117,11 +148,13 @@ def schema_types(schema: Any) -> set[str]:
     if "enum" in schema and isinstance(schema["enum"], list) and "type" not in schema:
         return {_type_name(value) for value in schema["enum"]}
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-    for key in ("anyOf", "oneOf"):
-        for each in schema.get(key) or ():
+    types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    if "const" in schema and not types:
+        types = {_type_name(schema["const"])}
+    for key in _ALTERNATIVES:
+        for each in schema[key] if isinstance(schema.get(key), list) else ():
             types |= schema_types(each)
-    return {name for name in types if isinstance(name, str)}
+    return types
 
 
 def _type_name(value: Any) -> str:
@@ -130,8 +163,20 @@ def _type_name(value: Any) -> str:
     return next((name for name, types in _TYPES.items() if isinstance(value, types)), "string")
 
 
+def _loads(text: str) -> Any:
+    """Raises ValueError for what is no JSON, numbers among it that no float holds."""
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is no number that JSON's readers could hold")
+    return value
 
 
 def _dumps(value: Any) -> str:

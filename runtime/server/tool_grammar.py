@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.errors import UsageError
-from runtime.server.tool_calls import BEGIN, END, schema_types
+from runtime.server.tool_calls import BEGIN, END, resolved, schema_types
 
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
 _BORDER = "\n</parameter>\n"
@@ -54,7 +54,7 @@ def _function_rules(rule: str, function: Mapping[str, Any]) -> list[str]:
         parts.append(f"{rule}_{i}" + ("" if key in required else "?"))
         opening = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
         rules.append(f"{rule}_{i}: {opening} {rule}_{i}_value")
-        rules += _value_rules(f"{rule}_{i}_value", each, shared)
+        rules += _value_rules(f"{rule}_{i}_value", resolved(each, schema), shared)
     opening = json.dumps(f"<function={function['name']}>\n")
     return [f'{rule}: {opening} {" ".join(parts)} "</function>"', *rules]
 

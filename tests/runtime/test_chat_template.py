@@ -117,6 +117,12 @@ def test_bos_token_is_named_when_the_file_asks_for_it(tmp_path):
 
 
 # ---------------------------------------------------------------- refusals
+def test_any_name_may_be_an_option(template):
+    source = "{{ template }}{{ tokenizer }}{{ options }}{{ values }}"
+    text = template(source).render([], template=1, tokenizer=2, options=3, values=4, self=5)
+    assert text == "1234"
+
+
 def test_no_template_says_so(tmp_path):
     without = exported(vocabulary_file(tokenizer__chat_template=None), tmp_path)
     with pytest.raises(UsageError, match="has no chat template"):

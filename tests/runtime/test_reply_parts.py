@@ -240,6 +240,14 @@ def test_values_keep_their_inner_lines() -> None:
         ("{a", None, "{a"),
         ("7", None, "7"),
         ("NaN", {"type": "number"}, "NaN"),
+        ("-Infinity", {"type": "number"}, "-Infinity"),
+        ("1e400", {"type": "number"}, "1e400"),
+        ('{"a": -1e999}', {"type": "object"}, '{"a": -1e999}'),
+        ("zebra", {"const": "zebra"}, "zebra"),
+        ("3", {"const": 3}, 3),
+        ("3", {"allOf": [{"type": "integer"}], "default": 1}, 3),
+        ("3", {"anyOf": 5}, "3"),
+        ("3", {"type": [["x"], "integer"]}, 3),
         ("3", {"anyOf": [{"type": "string"}, {"type": "number"}]}, 3),
         ("", {"type": "string"}, ""),
         ("", {"type": "object"}, ""),
@@ -248,6 +256,58 @@ def test_values_keep_their_inner_lines() -> None:
 def test_values(text: str, schema: Any, value: Any) -> None:
     found = value_of(text, schema)
     assert found == value and type(found) is type(value)
+
+
+REFERENCES = {
+    "$defs": {
+        "Color": {"type": "string", "enum": ["red", "blue"]},
+        "Size": {"$ref": "#/$defs/Inner~1Size"},
+        "Inner/Size": {"type": "integer"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+    },
+    "properties": {
+        "color": {"$ref": "#/$defs/Color", "default": "red"},
+        "size": {"$ref": "#/$defs/Size"},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "nowhere": {"$ref": "#/$defs/None/at/all"},
+        "elsewhere": {"$ref": "https://example.com/schema"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("color", "red", "red"),
+        ("color", "12", "12"),
+        ("size", "4", 4),
+        ("maybe", "4", 4),
+        ("maybe", "null", None),
+        ("loop", "4", "4"),
+        ("nowhere", "4", "4"),
+        ("elsewhere", "4", "4"),
+    ],
+)
+def test_references_of_a_tools_schema(key: str, text: str, value: Any) -> None:
+    """What pydantic writes for enumerations and models."""
+    reader = ToolCallReader([{"type": "function", "function": {"name": "f", "parameters": REFERENCES}}])
+    call = reader.read(f"\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n")
+    assert call is not None and json.loads(call.arguments) == {key: value}
+
+
+def test_references_that_branch_end_soon() -> None:
+    many = {"anyOf": [{"$ref": "#/properties/a"}] * 2000}
+    reader = ToolCallReader(
+        [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": many}}}}]
+    )
+    assert set(reader.properties("f") or {}) == {"a"}
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+def test_calls_written_as_json_with_numbers_that_are_none(number: str) -> None:
+    reader = ToolCallReader([{"type": "function", "function": {"name": "f"}}])
+    assert reader.read(f'{{"name": "f", "arguments": {{"x": {number}}}}}') is None
 
 
 @settings(deadline=None, max_examples=300)

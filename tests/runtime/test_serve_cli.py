@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -64,6 +65,24 @@ def test_serves_and_ends_gracefully(start: Callable[..., tuple[subprocess.Popen[
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
     assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
+
+
+def test_replies_past_the_grace_are_told_so(start: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
+    process, url = start("--grace", 1)
+    body = {"prompt": "x", "logit_bias": {"4089": -100, "4091": -100}, "max_tokens": 4000, "temperature": 1}
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=url, timeout=WAIT_S) as http:
+        whole = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=WAIT_S)
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            said = [line for line in lines if line]
+    assert said[-1] == "data: [DONE]" and "shutting_down" in said[-2]
+    reply = whole.result()
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(reply.headers["Retry-After"]) > 0
+    assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
+    assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
 def test_what_cannot_be_served(exported: Callable[[str], Exported], tmp_path: Path) -> None:
