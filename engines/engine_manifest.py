@@ -139,7 +139,7 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise EngineError(f"{folder}: no {ENGINES_NAME}; build engines with `python -m engines.build`") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{path}: unreadable ({error}); run `python -m engines.build` again") from None
     found = raw.get("format_version") if isinstance(raw, dict) else None
     if found != FORMAT_VERSION:

@@ -140,7 +140,7 @@ def load_manifest(folder: Path) -> Manifest:
         raise EngineError(
             f"{folder}: no {MANIFEST_NAME}; not an exported model (make one with `python -m export`)"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{path}: unreadable manifest ({error}); run `python -m export` again") from None
     if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
         found = raw.get("format_version") if isinstance(raw, dict) else None

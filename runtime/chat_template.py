@@ -115,6 +115,7 @@ def _environment() -> BoundedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
     made.filters["tojson"] = _tojson
+    del made.globals["lipsum"]  # any amount of text, in one step
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
     return made

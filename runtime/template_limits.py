@@ -15,7 +15,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 MAX_SOURCE_CHARS = 1 << 20
-MAX_TEXT_CHARS = 64 << 20
+MAX_TEXT_CHARS = 8 << 20
 MAX_STEPS = 2_000_000  # about a second
 _MAX_REPEATED = 1 << 20
 
@@ -35,6 +35,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Compile ``source``. Raises SecurityError for one that is too large, and Jinja's TemplateSyntaxError."""
         if len(source) > MAX_SOURCE_CHARS:
             raise SecurityError(f"the template has {len(source)} characters, at most {MAX_SOURCE_CHARS} are taken")
+        try:
+            return self._counted(source)
+        except (RecursionError, MemoryError):  # of Jinja's parser and compiler, and of Python's
+            raise SecurityError("the template is nested too deeply") from None
+
+    def _counted(self, source: str) -> jinja2.Template:
         tree = self.parse(source)
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))

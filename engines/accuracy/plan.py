@@ -50,8 +50,10 @@ def load_plan(folder: Path) -> tuple[Plan, Manifest]:
     """Of a folder that was prepared. Raises EngineError."""
     try:
         plan = Plan(**json.loads((folder / PLAN_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise EngineError(f"{folder}: not prepared ({error}); run `python -m engines.accuracy MODEL.gguf -o`") from None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise EngineError(
+            f"{folder}: not prepared ({error}); run `python -m engines.accuracy MODEL.gguf -o DIR`"
+        ) from None
     return plan, load_manifest(folder / LOWERED)
 
 

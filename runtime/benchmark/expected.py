@@ -47,7 +47,7 @@ def load_expected(path: Path, n_tokens: int, vocab_size: int) -> Expected:
         after, tokens, right = raw["after"], list(raw["tokens"]), list(raw.get("right", []))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(f'{path}: wanted a JSON object with "after" and "tokens" ({error!r})') from None
     for token in (after, *tokens):
         if type(token) is not int or not 0 <= token < vocab_size:

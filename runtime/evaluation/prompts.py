@@ -71,7 +71,7 @@ def _parse(text: str, name: str) -> list[Prompt]:
 def _prompt(line: str, place: str) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: not JSON ({error})") from None
     if not isinstance(row, dict) or not isinstance(row.get("category", ""), str):
         raise UsageError(f"{place}: wanted an object whose category is a text")

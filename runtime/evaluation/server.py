@@ -116,7 +116,7 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise EngineError(f"{self.base}{path}: does not answer ({reason}); is the server running?") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{self.base}{path}: answers no JSON ({error})") from None
         if not isinstance(reply, dict):
             raise EngineError(f"{self.base}{path}: answers no JSON object")

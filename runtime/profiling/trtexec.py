@@ -45,5 +45,5 @@ def check_same_engine(profile: list[tuple[str, float]], names: list[str], path: 
 def _load(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error})") from None

@@ -82,7 +82,7 @@ class Conversation:
             messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
         except OSError as error:
             raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f"{path}: is no saved chat") from None
         system = ""
         if isinstance(messages, list) and messages and _role(messages[0]) == "system":

@@ -171,7 +171,7 @@ def _json(response: http.client.HTTPResponse) -> dict[str, Any]:
     text = response.read(_BODY_BYTES_MAX).decode("utf-8", "replace")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if response.status >= 400:
         raise _RefusedError(response.status, f"{response.status}: {_message(value)}")

@@ -30,6 +30,25 @@ def template(tmp_path: Path) -> Compile:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+        "{{ 1" + "+1" * 1500 + " }}",
+        "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+        "{% if x %}" * 3000 + "{% endif %}" * 3000,
+        "{{ x" + "|string" * 20000 + " }}",
+        "{{ x" + ".a" * 20000 + " }}",
+        "{{ " + "not " * 20000 + "x }}",
+        "{{ lipsum(n=100000) }}",
+    ],
+    ids=lambda source: source[:12],
+)
+def test_templates_that_are_nested_too_deeply(template: Compile, source: str) -> None:
+    with pytest.raises(UsageError):
+        template(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
     ("source", "says"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "steps"),
