@@ -145,10 +145,14 @@ def import_network(model: onnx.ModelProto, model_path: Path, places: Places) -> 
 
 
 def _imported(model: onnx.ModelProto, model_path: Path, places: Places, log: Messages) -> tuple[Any, Any, Any]:
-    builder = trt.Builder(logger())
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, logger())
-    if not _import(parser, model, model_path, places):
+    guard = _Guard()
+    with signals_kept(guard.keep):  # an exception in a message's handler would be swallowed
+        builder = trt.Builder(logger())
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, logger())
+        taken = _import(parser, model, model_path, places)
+    guard.check(model_path)
+    if not taken:
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise EngineError(f"{model_path}: {_api_name()} cannot import it: {errors or log.first_error}")
     return builder, network, parser

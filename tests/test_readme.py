@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED
 from engines.errors import NextnError
 from runtime import check, generate
-from runtime.command_line import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED
 from tests.documented import (
     ON_GPU,
     PAGES,
@@ -258,4 +258,4 @@ def test_exit_codes_are_the_real_ones() -> None:
     (sentence,) = re.findall(r"Exit codes: (.*?)\. ", README.replace("\n", " "))
     shown = [int(code) for code in re.findall(r"(?:^|, )(\d+) ", sentence)]
     errors = [error.exit_code for error in NextnError.__subclasses__()]
-    assert shown == [0, check.EXIT_FAILED, *errors, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED]
+    assert shown == [0, check.EXIT_FAILED, *errors, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED]

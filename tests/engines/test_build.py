@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from engines.manifest import load_manifest
 from engines.network import load_graph
 from export.exporter import export_model
 from plugins import ops
+from plugins.log import logger
 
 Tiny = Callable[[str], Path]
 OPTIONS = EngineOptions(max_rows=4, context=128, prefill_chunk=32, embed_weights=False)
@@ -234,6 +236,26 @@ def test_interrupted(folder: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build_engines(folder, OPTIONS, progress=interrupt)
+    assert not [path for path in folder.iterdir() if path.name.endswith((".part", ".engine"))]
+
+
+@pytest.mark.trt
+def test_interrupted_while_tensorrt_logs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it swallows exceptions."""
+    kind = type(logger())
+    real, count = kind.log, 0
+
+    def log(self: object, severity: object, message: str) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            signal.raise_signal(signal.SIGINT)
+        real(self, severity, message)
+
+    monkeypatch.setattr(kind, "log", log)
+    with pytest.raises(KeyboardInterrupt):
+        build_engines(folder, OPTIONS)
+    assert count >= 5
     assert not [path for path in folder.iterdir() if path.name.endswith((".part", ".engine"))]
 
 
