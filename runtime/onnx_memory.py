@@ -53,7 +53,7 @@ class OnnxMemoryPlan:
 
     def __str__(self) -> str:
         parts = [("weights", self.weights), ("KV caches", self.kv_caches), ("recurrent states", self.states)]
-        parts += [("attention scores", self.scores), ("kept prompts", self.other)]
+        parts += [("attention scores", self.scores), ("kept prompts", self.other), ("all else", _RESERVE_BYTES)]
         shown = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts if nbytes)
         return f"{size_text(self.total)} ({shown})"
 
