@@ -151,13 +151,6 @@ __device__ __forceinline__ float dot_one(const uint8_t* r, int stride8, bool, co
     return __fmaf_rn(x.scale, __fmaf_rn(-d.y, min, __fmul_rn(d.x, sum)), y);
 }
 
-// Low nibbles of `low`, high ones of `two`, in one instruction: written out, the compiler finds two.
-__device__ __forceinline__ uint32_t merge_nibbles(uint32_t low, uint32_t two) {
-    uint32_t r;
-    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(low), "r"(two), "r"(0x0f0f0f0fu));
-    return r;
-}
-
 // Q6_K.  r: 2-byte aligned, at 2 modulo 4 if `shifted`.  Words are read where words are: of a shifted superblock word i of
 // lane q >= 1 has values 4q-2 .. 4q+1 of 16, lane 0 puts 0, 1, 14, 15 together, and so does its operand.
 template <typename F>
@@ -195,10 +188,10 @@ __device__ __forceinline__ float dot_one(const uint8_t* r, int stride8, bool shi
             for (int row = 0; row < 2; ++row) {
                 const uint32_t low0 = w[row][4 * h + lh], low1 = w[row][4 * h + 2 + lh], high = w[row][8 + 2 * h + lh];
                 const uint32_t even = high & 0x33333333u, odd = high & 0xccccccccu;
-                a[0][row] = merge_nibbles(low0, even << 4);
-                a[1][row] = merge_nibbles(low1, odd << 2);
-                a[2][row] = merge_nibbles(low0 >> 4, even);
-                a[3][row] = merge_nibbles(low1 >> 4, odd >> 2);
+                a[0][row] = merge_bits<0x0f0f0f0fu>(low0, even << 4);
+                a[1][row] = merge_bits<0x0f0f0f0fu>(low1, odd << 2);
+                a[2][row] = merge_bits<0x0f0f0f0fu>(low0 >> 4, even);
+                a[3][row] = merge_bits<0x0f0f0f0fu>(low1 >> 4, odd >> 2);
             }
             const int group = 2 * h + lh;
             int sum[4];
