@@ -47,10 +47,10 @@ cases() { # TOOL N: of every kernel test N cases
 cases memcheck 6
 cases racecheck 3
 if [ -n "$prepared" ]; then
-  for tool in memcheck racecheck; do
-    port=$((port + 20))
-    check $tool rounds -m tests.gpu.rounds "$prepared/q4_k_m" "$prepared/mixed_types" &
-  done
+  port=$((port + 20))
+  check memcheck rounds -m tests.gpu.rounds "$prepared/q4_k_m" "$prepared/mixed_types" &
+  port=$((port + 20))
+  check racecheck rounds -m tests.gpu.rounds --few "$prepared/q4_k_m" &
 fi
 wait
 
