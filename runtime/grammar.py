@@ -1,102 +1,141 @@
-"""What a text may look like: grammars, compiled by llguidance for a model's tokens, and how far a text got in one."""
+"""What a text may look like: grammars, compiled by llguidance for a model's tokens, and how far a text got in one.
+
+The work is done in other processes (`runtime.grammar_process`): it may take long, and cannot be interrupted otherwise.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-
-from engines.errors import EngineError, UsageError
+from engines.errors import EngineError
+from runtime.grammar_process import READY
+from runtime.grammar_state import GrammarError, GrammarState, one_line
 from runtime.tokenizer import TOKENIZER_NAME
 
-_LOG_NOTHING = 0
+_OLDEST_LIBRARY = (1, 9)
+_STARTS_WITHIN_S = 120.0  # the process, with a large vocabulary on a busy machine
 # After a think block the model writes line ends before its answer.
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
 
 
-@dataclass(frozen=True)
+class GrammarCompiler:
+    """Makes grammars for the tokens of an exported folder. May be shared by threads. Its process starts with the first
+    grammar, or with `warm_up`, and ends with `close`."""
+
+    def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        """Raises EngineError when the library is too old."""
+        version = importlib.metadata.version("llguidance")
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST_LIBRARY:
+            raise EngineError(f"llguidance {version} is too old for this server; pip install 'llguidance>=1.9'")
+        self._path, self.vocab_size, self._ends = folder / TOKENIZER_NAME, vocab_size, list(end_token_ids)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._control: socket.socket | None = None
+
+    def json_object(self, field: str = "") -> Grammar:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"}, field)
+
+    def json_schema(self, schema: Mapping[str, Any], field: str = "") -> Grammar:
+        """JSON that ``schema`` describes. Raises GrammarError for what is no schema, or not understood whole."""
+        return self.lark(f"start: SPACE? value\n{_SPACE}value: %json {json.dumps(schema)}\n", field)
+
+    def lark(self, source: str, field: str = "") -> Grammar:
+        """A grammar in the library's dialect of Lark. Raises GrammarError, EngineError."""
+        return Grammar(self, source, field)
+
+    def warm_up(self) -> None:
+        """Raises EngineError when the library cannot use the tokenizer."""
+        with self._lock:
+            self._started()
+
+    def connect(self) -> Connection:
+        """To a process of its own for a sequence. Raises EngineError."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            try:
+                socket.send_fds(self._started(), [b"c"], [theirs.fileno()])
+            except OSError:  # it has ended: once more
+                self._end()
+                socket.send_fds(self._started(), [b"c"], [theirs.fileno()])
+        return Connection(ours.detach())
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _started(self) -> socket.socket:
+        if self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair()
+        with theirs:
+            numbers = [theirs.fileno(), self.vocab_size, *self._ends]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "runtime.grammar_process", *map(str, numbers)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # signals of a terminal are the server's affair
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                text=True,
+                encoding="utf-8",
+            )
+        self._control = ours
+        ours.settimeout(_STARTS_WITHIN_S)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and says why
+                assert self._process.stdin is not None
+                with self._process.stdin as stdin:
+                    stdin.write(self._path.read_text(encoding="utf-8"))
+            said = ours.recv(1 << 16)
+        except (OSError, ValueError) as error:
+            self._end()
+            raise EngineError(f"{self._path}: no grammars for this tokenizer ({one_line(str(error))})") from error
+        if said != READY:
+            self._end()
+            why = one_line(said[1:].decode("utf-8", "replace")) or "their process ended at once"
+            raise EngineError(f"{self._path}: no grammars for this tokenizer ({why})")
+        return ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+
 class Grammar:
     """A compiled grammar. May be shared by threads and sequences."""
 
-    tokenizer: LLTokenizer
-    source: str
-    vocab_size: int
+    def __init__(self, compiler: GrammarCompiler, source: str, field: str) -> None:
+        """Raises GrammarError."""
+        self.vocab_size = compiler.vocab_size
+        self._compiler, self._source, self._field = compiler, source, field
+        self._first: GrammarState | None = self._state()
+        try:
+            self._first.allowed()
+        except GrammarError as error:
+            raise GrammarError(f"not a grammar that can be followed: {error.reason}", field) from None
 
     def start(self) -> GrammarState:
         """The state of an empty text."""
-        return GrammarState(self)
+        first, self._first = self._first, None
+        return first or self._state()
 
-
-class GrammarState:
-    """How far a text has got. Tokens can be taken back. End tokens are never pushed.
-
-    Methods raise UsageError when nothing can follow: a schema may ask for what does not exist, or for too much work."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        self._matcher = LLMatcher(grammar.tokenizer, grammar.source, log_level=_LOG_NOTHING)
-        self._vocab_size = grammar.vocab_size
-        self._check()
-
-    def push(self, token: int) -> None:
-        """``token`` must be one of those allowed."""
-        self._matcher.consume_token(token)
-        self._check()
-
-    def pop(self, n: int) -> None:
-        """Take the last n tokens back."""
-        if n:
-            self._matcher.rollback(n)
-            self._check()
-
-    def allowed(self) -> np.ndarray:
-        """Which tokens may come next, bool [V]; end tokens among them once the text may end."""
-        bits = np.zeros(-(-self._vocab_size // 32), np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._check()
-        return np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("<state>")[0]
-            raise UsageError(f"no text can follow this schema or grammar any further ({_one_line(reason)})")
-
-
-class GrammarCompiler:
-    """Makes grammars for the tokens of an exported folder."""
-
-    def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        """Raises EngineError when the library cannot use the tokenizer."""
-        path = folder / TOKENIZER_NAME
-        try:
-            source = path.read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=sorted(end_token_ids))
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{path}: no grammars for this tokenizer ({_one_line(str(error))})") from error
-        except TypeError as error:  # one end token only, in releases before 1.7
-            raise EngineError("llguidance is too old for this server; pip install 'llguidance>=1.9'") from error
-        self._vocab_size = vocab_size
-
-    def json_object(self) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"})
-
-    def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
-        """JSON that ``schema`` describes. Raises UsageError for what is no schema, or not understood whole."""
-        return self.lark(f"start: SPACE? value\n{_SPACE}value: %json {json.dumps(schema)}\n")
-
-    def lark(self, source: str) -> Grammar:
-        """A grammar in the library's dialect of Lark. Raises UsageError."""
-        compiled = LLMatcher.grammar_from_lark(source)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(compiled, self._tokenizer)
-        if failed:
-            raise UsageError(f"not a grammar that can be followed: {_one_line(messages[0])}")
-        return Grammar(self._tokenizer, compiled, self._vocab_size)
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())[:300]
+    def _state(self) -> GrammarState:
+        return GrammarState(self._compiler.connect, self._source, self.vocab_size, self._field)

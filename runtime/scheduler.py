@@ -26,6 +26,8 @@ from runtime.speculative import Generation, PrefixStore, token_budget
 
 QUEUE_DEFAULT = 32
 
+# How often sequences that wait for their grammar are looked at while no other has anything to do.
+_LOOK_S = 0.002
 _log = logging.getLogger("runtime.scheduler")
 
 
@@ -157,9 +159,10 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._admit():
-                for slot in self._slots:
-                    if slot.job is not None:
-                        self._step(slot, slot.job)
+                stepped = [self._step(slot, slot.job) for slot in self._slots if slot.job is not None]
+                if stepped and not any(stepped):
+                    with self._lock:
+                        self._lock.wait(_LOOK_S)
         except Exception as error:  # a bug here: nobody may wait for ever
             _log.exception("the scheduler failed")
             with self._lock:
@@ -215,32 +218,37 @@ class Scheduler:
                 prefixes=self._prefixes,
                 save_at=job.save_at,
                 message_ends=self._session.tokenizer.end_token_ids,
-                overlap=True,
+                # A begun round may be ended for another sequence's sake, which would then wait for this one's grammar.
+                overlap=not (isinstance(sampler, SequenceSampler) and sampler.waits),
             )
         except DeviceLostError:  # nobody's alone
             raise
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(slot, job, "error", error)
 
-    def _step(self, slot: _Slot, job: Job) -> None:
+    def _step(self, slot: _Slot, job: Job) -> bool:
+        """False: nothing done, for the sampler is not ready. Others do not wait for it."""
         if self._over(job):
             self._finish(slot, job, *self._why_over(job))
-            return
+            return True
         assert slot.generation is not None
         try:
+            if isinstance(job.sampler, SequenceSampler) and not job.sampler.prepare(slot.generation.length):
+                return False
             block = slot.generation.step()
             kept = job.listener.tokens(block.tokens, block.num_drafted)
             job.stats.predicted_n += len(block.tokens) if kept is None else kept
             reason = block.finish_reason if kept is None else "stop"
             if reason is None:
-                return
+                return True
             slot.generation.save()
         except DeviceLostError:
             raise
         except Exception as error:  # whatever it is, it is this request's alone
             self._finish(slot, job, "error", error)
-            return
+            return True
         self._finish(slot, job, reason, None)
+        return True
 
     def _finish(self, slot: _Slot, job: Job, reason: str, error: Exception | None) -> None:
         """Free the slot; the next sequence in it starts from nothing."""
@@ -252,6 +260,8 @@ class Scheduler:
 
 def _end(job: Job, reason: str, error: Exception | None) -> None:
     job.stats.finish_reason = reason
+    if isinstance(job.sampler, SequenceSampler):
+        job.sampler.close()
     if error is not None and not isinstance(error, NextnError):
         _log.error("a request failed", exc_info=error)
     try:

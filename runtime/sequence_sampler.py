@@ -9,21 +9,20 @@ were these choices. So drafting changes nothing.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engines.errors import UsageError
 from runtime.engine import NO_CHOICE
+from runtime.grammar import Grammar
+from runtime.grammar_state import GrammarState, NotYetError
 from runtime.sampling import F32, I64, ParamsSampler, SamplingParams, choose
 
-if TYPE_CHECKING:
-    from runtime.grammar import Grammar, GrammarState
-
 TOP_LOGPROBS_MAX = 20
+# For a grammar's answer in a row that others wait for. A round ends before a row whose answer takes longer.
+_PATIENCE_S = 0.02
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -104,17 +103,36 @@ class SequenceSampler:
         """Whether ``logprobs`` is filled."""
         return self._adjustments.top_logprobs is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether `prepare` may say no."""
+        return self._grammar is not None
+
+    def prepare(self, length: int) -> bool:
+        """Whether a choice after ``length`` tokens of prompt and text, the first of those known here, is made without
+        a wait. If not, call again later: what it takes is under way."""
+        if self._grammar is None:
+            return True
+        self._forget(length - self._prompt_length)
+        return self._grammar.prepare()
+
+    def close(self) -> None:
+        """Free what the grammar takes. The object can still be used."""
+        if self._grammar is not None:
+            self._grammar.close()
+
     def __call__(self, logits: F32, positions: I64) -> I64:
         return self._choose(logits, positions, report=self.reports)
 
     def draft(self, logits: F32, positions: I64) -> I64:
-        """The head's choices: the same rule, not reported; where no choice can be made, any."""
+        """The head's choices: the same rule, not reported; where no choice can be made, or not soon, any."""
         try:
-            return self._choose(logits, positions, report=False)
-        except UsageError:
+            return self._choose(logits, positions, report=False, may_wait=False)
+        except (UsageError, NotYetError):
             return choose(logits, positions, self._params)
 
-    def _choose(self, logits: F32, positions: I64, report: bool) -> I64:
+    def _choose(self, logits: F32, positions: I64, report: bool, may_wait: bool = True) -> I64:
+        """may_wait: the first row may take its time, for it counts."""
         first = int(positions[0]) - self._prompt_length
         if first < 0:  # inside the prompt, where nobody asks
             return choose(logits, positions, self._params)
@@ -126,9 +144,10 @@ class SequenceSampler:
                 choices[i:] = choose(logits[i:], positions[i:], self._params)
                 break
             try:
-                token = int(choose(self._adjusted(logits[row]), positions[row], self._params)[0])
+                adjusted = self._adjusted(logits[row], may_wait and i == 0)
+                token = int(choose(adjusted, positions[row], self._params)[0])
                 self._remember(token)
-            except UsageError:  # the grammar has come to its end, but in a row that may not count
+            except (UsageError, NotYetError):  # the grammar has come to its end, but in a row that may not count
                 if i == 0:
                     raise
                 break
@@ -143,7 +162,7 @@ class SequenceSampler:
             self._counts[token] -= 1
         del self._tokens[length:]
         if self._grammar:
-            self._grammar.forget(length, [token for token in self._tokens if token not in self._ends])
+            self._grammar.forget(length)
 
     def _remember(self, token: int) -> None:
         self._tokens.append(token)
@@ -151,7 +170,7 @@ class SequenceSampler:
         if self._grammar and token not in self._ends:
             self._grammar.push(token, len(self._tokens))
 
-    def _adjusted(self, logits: F32) -> F32:
+    def _adjusted(self, logits: F32, may_wait: bool) -> F32:
         """One row [1, V] as the adjustments leave it. Computed in binary64, rounded once."""
         wanted, row = self._adjustments, logits[0].astype(np.float64)
         if wanted.repetition_penalty != 1.0:
@@ -164,7 +183,7 @@ class SequenceSampler:
         row[self._bias_ids] += self._biases
         np.minimum(row, _LARGEST, out=row)
         if self._grammar:
-            row[~self._grammar.allowed()] = -np.inf
+            row[~self._grammar.allowed(may_wait)] = -np.inf
         return row.astype(np.float32)[None]
 
 
@@ -173,32 +192,22 @@ class _GrammarGate:
 
     def __init__(self, adjustments: Adjustments) -> None:
         assert adjustments.grammar is not None
-        self._grammar, self._after = adjustments.grammar, adjustments.grammar_after
-        self._all = np.ones(self._grammar.vocab_size, bool)
-        self._restart()
-
-    def _restart(self) -> None:
-        self._state: GrammarState = self._grammar.start()
+        self._after = adjustments.grammar_after
+        self._all = np.ones(adjustments.grammar.vocab_size, bool)
+        self._state: GrammarState = adjustments.grammar.start()
         self._begin: int | None = 0 if self._after is None else None  # where the grammar's part of the text begins
         self._length = 0  # of the text, without an end token
-        self._broken = False  # once it raised, a state stays as it is
 
     def push(self, token: int, length: int) -> None:
         """The text is ``length`` tokens long with this one."""
         self._length = length
         if self._begin is not None:
-            with self._noting():
-                self._state.push(token)
+            self._state.push(token)
         elif token == self._after:
             self._begin = length
 
-    def forget(self, length: int, text: Sequence[int]) -> None:
-        """Take back all but the first ``length`` tokens, ``text``."""
-        if self._broken:
-            self._restart()
-            for i, token in enumerate(text):
-                self.push(token, i + 1)
-            return
+    def forget(self, length: int) -> None:
+        """Take back all but the first ``length`` tokens."""
         if length >= self._length:
             return
         if self._begin is not None:
@@ -207,19 +216,16 @@ class _GrammarGate:
                 self._begin = None
         self._length = length
 
-    def allowed(self) -> np.ndarray:
+    def prepare(self) -> bool:
+        return self._begin is None or self._state.prepare()
+
+    def allowed(self, may_wait: bool) -> np.ndarray:
         if self._begin is None:
             return self._all
-        with self._noting():
-            return self._state.allowed()
+        return self._state.allowed() if may_wait else self._state.allowed(_PATIENCE_S)
 
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except UsageError:
-            self._broken = True
-            raise
+    def close(self) -> None:
+        self._state.close()
 
 
 def _logprob(row: F32, token: int, n_top: int) -> TokenLogprob:

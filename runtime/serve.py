@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     session = session_to_serve(options)
     service = Service(session, service_options(options))
+    service.grammars.warm_up()
     limits = Limits(body_bytes=options.max_body * MIB, api_key=api_key, hosts=answered_hosts(options))
     app = create_app(service, limits)
     plan = getattr(session.trunk, "plan", None)

@@ -101,6 +101,11 @@ class Generation:
         self._position = position  # of the prompt; the trunk's while it is read
         self._saves = frozenset(save_at) if prefixes is not None else frozenset()
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and text so far, a chosen one that the trunk has not seen yet included."""
+        return len(self._tokens)
+
     def step(self) -> Block:
         """Run one step. Not after a Block with a finish_reason. Raises what engines and sampler raise."""
         if self._position < self._num_prompt:

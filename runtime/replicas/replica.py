@@ -29,6 +29,7 @@ class Replica:
         """options: of `runtime.serve_ray`."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
         self._service = Service(session_to_serve(options), service_options(options))
+        self._service.grammars.warm_up()
         # Who may ask, and by what name, the front has seen to.
         self._app = create_app(self._service, Limits(body_bytes=options.max_body * MIB))
         self._name = serve.get_replica_context().replica_id.unique_id.encode()

@@ -69,6 +69,7 @@ def _prepare(service: Service, body: ChatRequest) -> _Prepared:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     tools = offered_tools(body)
     prompt = service.prompts.prompt(body, tools)
+    service.check_length(prompt.ids, "messages")
     grammar = chat_grammar(service, body, tools)
     if grammar is not None and prompt.ends_in_think and service.end_think_id is None:
         raise bad_field("response_format", "not with thinking: this model's vocabulary has no token for </think>")

@@ -35,7 +35,7 @@ def chat_grammar(service: Service, body: ChatRequest, tools: list[dict[str, Any]
     schema = _format_schema(body)
     must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
     if not must_call:
-        json_only = None if schema is None else _compiled(service, "response_format", schema)
+        json_only = None if schema is None else service.grammars.json_schema(schema, "response_format")
         if not tools or json_only is None:
             return json_only
     wanted = tools
@@ -44,9 +44,10 @@ def chat_grammar(service: Service, body: ChatRequest, tools: list[dict[str, Any]
     other = "" if must_call else f"other: %json {json.dumps(schema)}\n"
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     try:
-        return service.grammars.lark(calls_grammar(wanted, tag_names(service.tag_ids), several, other))
+        source = calls_grammar(wanted, tag_names(service.tag_ids), several, other)
     except UsageError as error:
         raise bad_field("tools", str(error)) from error
+    return service.grammars.lark(source, "tools")
 
 
 def _format_schema(body: ChatRequest) -> dict[str, Any] | None:
@@ -54,10 +55,3 @@ def _format_schema(body: ChatRequest) -> dict[str, Any] | None:
     if isinstance(wanted, JsonObjectFormat):
         return {"type": "object"}
     return wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else None
-
-
-def _compiled(service: Service, field: str, schema: dict[str, Any]) -> Grammar:
-    try:
-        return service.grammars.json_schema(schema)
-    except UsageError as error:
-        raise bad_field(field, str(error)) from error

@@ -59,8 +59,7 @@ def _prompt_ids(service: Service, prompt: str | list[int] | list[str] | list[lis
         check_prompt_ids(ids, service.session.manifest)  # type: ignore[arg-type]
     except UsageError as error:
         raise bad_field("prompt", str(error)) from error
-    if not ids:
-        raise bad_field("prompt", "it holds no token")
+    service.check_length(ids, "prompt")  # type: ignore[arg-type]
     return ids  # type: ignore[return-value]
 
 

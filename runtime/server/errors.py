@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engines.errors import NextnError, NumericError, ResourceError, UsageError
+from runtime.grammar_state import GrammarError
 from runtime.scheduler import ClosingError, QueueFullError, TimedOutError
 
 RETRY_AFTER_S = 2
@@ -38,6 +39,8 @@ def api_error(error: Exception) -> ApiError:
     """What a client hears of any error. What is not foreseen is not told in words: it may hold anything."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), param=error.field or None, code="invalid_value")
     if isinstance(error, UsageError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, QueueFullError):

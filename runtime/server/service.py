@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engines.errors import UsageError
 from runtime.chat_template import ChatTemplate
 from runtime.engine import Sampler, SharedTrunk
 from runtime.grammar import GrammarCompiler
@@ -67,6 +66,7 @@ class Service:
 
     def close(self, grace_s: float = 0.0) -> None:
         self.scheduler.close(grace_s)
+        self.grammars.close()
 
     @property
     def prompts(self) -> ChatPrompts:
@@ -102,6 +102,18 @@ class Service:
         given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
         return Adjustments(**given, logit_bias=bias, **more)
 
+    def check_length(self, prompt: Sequence[int], field: str) -> None:
+        """Raises ApiError naming ``field``, that of the prompt."""
+        if not prompt:
+            raise bad_field(field, "it holds no token")
+        if len(prompt) > self.session.context_size:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt)} tokens, the context holds {self.session.context_size}; shorten {field}",
+                param=field,
+                code="context_length_exceeded",
+            )
+
     def sampler(self, request: Common, prompt: Sequence[int], adjustments: Adjustments) -> Sampler:
         ends = self.tokenizer.end_token_ids
         return make_sampler(self.params(request), adjustments, prompt, self.vocab_size, ends)
@@ -117,6 +129,22 @@ class Service:
     ) -> tuple[Job, ReplyListener]:
         """Queue a generation. make_listener gets what to call at the end, and the sampler whose log-probabilities to
         show. Raises ApiError, QueueFullError, ClosingError."""
+        try:
+            return self._submit(request, prompt, sampler, max_tokens, make_listener, stable_length)
+        except BaseException:
+            if isinstance(sampler, SequenceSampler):
+                sampler.close()
+            raise
+
+    def _submit(
+        self,
+        request: Common,
+        prompt: list[int],
+        sampler: Sampler,
+        max_tokens: int | None,
+        make_listener: Callable[[Callable[[ReplyListener, str], None], SequenceSampler | None], ReplyListener],
+        stable_length: int,
+    ) -> tuple[Job, ReplyListener]:
         if request.spec in (True, "on") and self.session.draft is None:
             raise bad_field("spec", f"{self.model} runs without a draft head")
         reports = isinstance(sampler, SequenceSampler) and sampler.reports
@@ -134,18 +162,9 @@ class Service:
             save_at=self._save_at(len(prompt), stable_length),
             timeout_s=self.options.timeout_s,
         )
-        if len(prompt) > self.session.context_size:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens, the context holds {self.session.context_size}",
-                code="context_length_exceeded",
-            )
         if self.options.log_prompts:
             _log.info("prompt: %r", self.tokenizer.decode(prompt, special=True))
-        try:
-            self.scheduler.submit(job)
-        except UsageError as error:
-            raise ApiError(400, str(error), code="invalid_value") from error
+        self.scheduler.submit(job)
         return job, listener
 
     def _save_at(self, length: int, stable_length: int) -> list[int]:
