@@ -230,7 +230,7 @@ def _api() -> Any:
     except ImportError as error:
         raise EngineError(
             f"the CUDA Python package does not load ({error}); pip install 'nextn-trt[tensorrt]', "
-            "or use --backend onnxruntime"
+            "or run the .gguf itself, on ONNX Runtime"
         ) from error
     return runtime
 
@@ -258,7 +258,8 @@ def _call(name: str, *arguments: Any) -> Any:
 def _error(name: str, status: int, api: Any) -> EngineError | ResourceError:
     if status == _DRIVER_TOO_OLD:
         return EngineError(
-            "no NVIDIA driver found, or one too old for CUDA 13; install a driver >= 580, or use --backend onnxruntime"
+            "no NVIDIA driver found, or one too old for CUDA 13; install a driver >= 580, or run the .gguf itself, on "
+            "ONNX Runtime"
         )
     if status == _NO_DEVICE:
         return EngineError("no NVIDIA GPU found (the driver shows none); check CUDA_VISIBLE_DEVICES and nvidia-smi")

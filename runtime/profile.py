@@ -20,11 +20,12 @@ from runtime.command_line import Parser, run_command
 from runtime.cuda import open_device
 from runtime.inspection.cards import card_named
 from runtime.profiling.chart import check_chart_can_be_drawn, draw
-from runtime.profiling.kinds import LayerKinds, Pass
+from runtime.profiling.kinds import LayerKinds, Pass, check_pass
 from runtime.profiling.report import GraphTimes, pass_entry, table
 from runtime.profiling.trtexec import check_same_engine, read_layer_names, read_profile
 
 FORMAT = 1
+_MOST_REPEATS = 10_000
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,9 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _measured(options: argparse.Namespace, manifest: Manifest) -> dict[str, Any]:
     from runtime.benchmark.gpu import read_gb_per_s
-    from runtime.profiling.passes import check_pass, open_profiled
+    from runtime.profiling.passes import open_profiled
 
-    check_pass(load_engine_manifest(options.folder), max(options.rows), options.position)
+    described = load_engine_manifest(options.folder)
+    for tokens in options.rows:
+        check_pass(described, "trunk", Pass(tokens, options.position))
     engines, opened, device = open_profiled(options.folder)
     speed, source = _bandwidth(options)
     if not source:
@@ -78,18 +81,21 @@ def _measured(options: argparse.Namespace, manifest: Manifest) -> dict[str, Any]
 def _read(options: argparse.Namespace, manifest: Manifest, engines: EngineManifest) -> dict[str, Any]:
     if options.role not in engines.engines:
         raise UsageError(f"--role {options.role}: {options.folder} has {', '.join(engines.engines)}")
+    work = Pass(options.rows[0], options.position)
+    check_pass(engines, options.role, work, prefill=True)
     layers = read_profile(options.trtexec)
+    kinds = {role: LayerKinds(engines, engine, manifest.geometry) for role, engine in engines.engines.items()}
+    other = next((each for role, each in kinds.items() if role != options.role), None)
+    kinds[options.role].check_names((name for name, _ in layers), options.role, other)
     if options.layer_info:
         check_same_engine(layers, read_layer_names(options.layer_info), options.layer_info)
     speed, source = _bandwidth(options)
-    kinds = LayerKinds(engines, engines.engines[options.role], manifest.geometry)
-    work = Pass(options.rows[0], options.position)
     return {
         "gpu": f"{options.gpu or 'a GPU'} ({options.trtexec.name})",
         "source": "trtexec",
         "repeats": 0,
         "bandwidth": {"gb_per_s": speed, "source": source},
-        "passes": [pass_entry(options.role, work, kinds, layers, speed)],
+        "passes": [pass_entry(options.role, work, kinds[options.role], layers, speed)],
     }
 
 
@@ -106,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m runtime.profile", description="Tell where built engines spend their time.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with built engines")
     parser.add_argument(
-        "--rows", type=_numbers, default=[1, 4], metavar="N,...", help="tokens of a trunk's pass (default: 1,4)"
+        "--rows", type=_numbers, metavar="N,...", help="tokens of a trunk's pass (default: 1,4; of a profile read: 1)"
     )
     parser.add_argument("--position", type=int, default=0, metavar="N", help="tokens before the pass (default: 0)")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="passes (default: %(default)s)")
@@ -129,10 +135,15 @@ def _numbers(text: str) -> list[int]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.repeats < 1:
-        raise UsageError(f"--repeats {options.repeats}: wanted 1 or more")
+    options.rows = options.rows or ([1] if options.trtexec else [1, 4])
+    if not 1 <= options.repeats <= _MOST_REPEATS:
+        raise UsageError(f"--repeats {options.repeats}: wanted 1 to {_MOST_REPEATS}")
     if min(options.rows) < 1 or options.position < 0:
         raise UsageError("--rows: wanted 1 or more, --position: 0 or more")
+    if options.trtexec and len(options.rows) > 1:
+        raise UsageError("--rows: a profile is of one pass; give its tokens alone")
+    if not options.trtexec and options.role != "trunk":
+        raise UsageError(f"--role {options.role}: belongs to a profile that is read; engines here are all timed")
     if options.bandwidth is not None and not 0 < options.bandwidth < float("inf"):
         raise UsageError(f"--bandwidth {options.bandwidth:g}: wanted GB/s above 0")
     if options.layer_info and not options.trtexec:

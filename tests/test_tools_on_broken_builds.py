@@ -16,6 +16,7 @@ from runtime import check, eval, inspect
 from tests.dequantized import write_dequantized
 from tests.documented import ROOT
 from tests.faults import CONV, EH_PROJ, GRAPH, HALF, ROPE, SEMANTICS, STATE, V_HEADS
+from tests.named_inputs import NAMED
 from tests.peer.speculation import recorded
 from tests.runtime.command import run_main
 from tests.vocabulary_files import TRAINED_MODEL
@@ -128,7 +129,18 @@ class TestTrunkAgainstLlamaCpp:
         assert main(flags) == 0
         assert "the trunk is UNCHANGED by the head's presence" in capsys.readouterr().out
         assert json.loads((tmp_path / "r.json").read_text())["trunk_unchanged_by_head"] is True
-        assert main(["--corpus", str(tmp_path / "none")]) == 2
+        run_main(main, "--corpus", tmp_path / "none").refused(2, "--corpus: cannot be read")
+        (tmp_path / "text").write_text("a")
+        run_main(main, "--corpus", tmp_path / "text").refused(2, "no text of two tokens")
+        run_main(main, "--json", tmp_path).refused(2, "is a folder")
+        for flag in ("--texts", "--tokens", "--drafts", "--threads"):
+            for value in (0, -1, 1000000000):
+                run_main(main, flag, value).refused(2, f"{flag} {value}: wanted")
+        run_main(main, "--tokens", 4096).refused(2, "of the model's 4096")
+        (tmp_path / "x.gguf").write_bytes(b"GGUF")
+        run_main(main, tmp_path / "x.gguf").refused(3, "x.gguf")
+        run_main(main, tmp_path / "none.gguf").refused(2, "none.gguf: no such file")
+        run_main(main, NAMED["nextn_absent"](tmp_path / "plain.gguf")).refused(2, "plain.gguf: has no NextN head")
 
 
 def test_the_table_in_the_docs() -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engines.command import Parser, report, run_command
 from engines.draft_head import add_draft_head_arguments, draft_head_options, refuse_for_folder
@@ -20,10 +20,8 @@ from engines.errors import NextnError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from engines.accuracy.compare import Comparison
-    from engines.accuracy.plan import Plan
 
 EXIT_FAILED = 1
-FORMAT = 1
 _PROMPT_N, _MAX_DRAFT = 48, 3
 _MOST_PROMPT, _MOST_DRAFT = 4096, 7
 
@@ -45,7 +43,11 @@ def _run(given: argparse.Namespace) -> int:
     from engines.accuracy import compare
     from engines.accuracy.plan import load_plan
     from engines.accuracy.scripts import print_measures
+    from engines.accuracy.verdict import Verdict
 
+    if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
+        what = "is a folder" if given.json.is_dir() else "no such folder"
+        raise UsageError(f"--json {given.json}: {what}; name a file")
     folder = _folder(given)
     plan, manifest = load_plan(folder)
     backend, why = _backend(given.backend)
@@ -59,13 +61,16 @@ def _run(given: argparse.Namespace) -> int:
         done.append(each)
         if given.all or not each.ok:
             print_measures(each.measures, f"{each.role} {each.tokens}")
-    print(_summary(done))
-    report = _report(done, backend, plan)
+    verdict = Verdict(done, *compare.damaged_weights(folder), layers=plan.lowering == "layers")
+    if verdict.layers and verdict.bad is not None:
+        verdict = replace(verdict, inside=compare.inside_layer(folder, backend, verdict.bad))
+    print(verdict.summary())
     if given.json:
-        _write(given.json, json.dumps({"model": manifest.model_name, **report}, indent=1) + "\n")
+        report = {"model": manifest.model_name, **verdict.as_dict(backend, plan)}
+        _write(given.json, json.dumps(report, indent=1) + "\n")
     if given.commands:
         print("\n".join(commands(folder, plan, manifest)))
-    return 0 if report["passed"] else EXIT_FAILED
+    return 0 if verdict.passed else EXIT_FAILED
 
 
 def _folder(given: argparse.Namespace) -> Path:
@@ -104,53 +109,6 @@ def _backend(wanted: str) -> tuple[str, str]:
         return wanted, ""
     missing = gpu_missing()
     return ("oracle", f" ({missing}: each op by its meaning)") if missing else ("tensorrt", "")
-
-
-def _summary(done: list[Comparison]) -> str:
-    from engines.accuracy.suspects import first_bad, suspect
-
-    lines = []
-    for each in done:
-        worst = max(each.measures, key=lambda measure: measure.nmse if measure.nmse == measure.nmse else float("inf"))
-        logits = next(measure for measure in each.measures if measure.name == "logits")
-        line = (
-            f"{each.role:<6} {each.tokens:>4} tokens: {len(each.measures)} places, worst NMSE {worst.nmse:.1e} at "
-            f"{worst.name.split('+')[0]}; logits: max error {logits.max_abs:.1e}, KL {logits.kl_mean:.1e}, "
-            f"top-1 {logits.top1:.3f}"
-        )
-        lines.append(line)
-    bad = next((each for each in done if not each.ok), None)
-    if bad is None:
-        return "\n".join([*lines, "passed"])
-    first = first_bad(bad.measures)
-    assert first is not None
-    where = f"{first.name} ({bad.role}, {bad.tokens} tokens)"
-    return "\n".join([*lines, f"FAILED: first off at {where}; suspect {suspect(bad.measures)}"])
-
-
-def _report(done: list[Comparison], backend: str, plan: Plan) -> dict[str, Any]:
-    from engines.accuracy.suspects import first_bad, suspect
-    from engines.accuracy.tolerances import tolerance_for
-
-    bad = next((each for each in done if not each.ok), None)
-    first = first_bad(bad.measures) if bad else None
-    return {
-        "format": FORMAT,
-        "passed": bad is None,
-        "backend": backend,
-        "plan": asdict(plan),
-        "first_off": first.name if first else None,
-        "suspect": suspect(bad.measures) if bad else None,
-        "passes": [
-            {
-                "role": each.role,
-                "tokens": each.tokens,
-                "tolerance": asdict(tolerance_for(backend, plan, each.tokens)),
-                "places": [measure.as_dict() for measure in each.measures],
-            }
-            for each in done
-        ],
-    }
 
 
 def _write(path: Path, text: str) -> None:

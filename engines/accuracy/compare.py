@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from polygraphy.comparator import Comparator, RunResults
 from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
+from engines.accuracy import weight_bytes
 from engines.accuracy.graphs import EngineGraph, engine_graph, write_marked_reference
 from engines.accuracy.inputs import Feed, load_feeds, make_feeds, save_feeds, session
 from engines.accuracy.measures import Measure
@@ -25,7 +26,9 @@ from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import Profile
 from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
+from export.config import load_config
 from export.exporter import WHOLE_HEAD, export_model
+from export.gguf_file import GGUFFile
 from plugins.load import tensorrt
 
 REFERENCE = "onnxruntime"
@@ -57,22 +60,26 @@ def prepare(
 ) -> None:
     """Fill ``folder`` (see `plan`). export: an exported folder for TensorRT to check, instead of a fresh one.
 
-    Raises ModelFileError, UsageError, EngineError, ResourceError."""
+    A file that is no model leaves no folder. Raises ModelFileError, UsageError, EngineError, ResourceError."""
     if folder.exists() and any(folder.iterdir()) and not (folder / CANONICAL).is_dir():
         raise UsageError(f"{folder}: holds something else; choose another -o")
+    if not model.is_file():
+        raise UsageError(f"{model}: no such file; give a .gguf file, or a folder that was prepared")
+    load_config(GGUFFile.open(model))
     (folder / CANONICAL).mkdir(parents=True, exist_ok=True)
     (folder / PLAN_NAME).unlink(missing_ok=True)
     manifest = export_model(model, folder / CANONICAL, draft_head=draft_head)
-    if export is None:
-        export_model(model, folder / LOWERED, target="tensorrt", draft_head=draft_head)
-    else:
+    fresh = export_model(model, folder / LOWERED, target="tensorrt", draft_head=draft_head)
+    weight_bytes.remember(folder / LOWERED, fresh, folder / weight_bytes.FILE_NAME)
+    if export is not None:
         _take(export, folder / LOWERED, manifest)
     feeds = make_feeds(folder, plan, manifest, text)
     lowered = load_manifest(folder / LOWERED)
     for role in roles_of(lowered):
         if role not in feeds:
             raise UsageError(f"{export}: has a draft head, {model} has none; give the model that it was exported from")
-        write_marked_reference(folder, role, engine_graph(folder, role, plan, lowered).model)
+        # After every op: what is off after a layer is looked for among its parts.
+        write_marked_reference(folder, role, engine_graph(folder, role, replace(plan, lowering="ops"), lowered).model)
         save_feeds(folder / f"{role}.npz", feeds[role])
         write_script(folder, role)
     plan.save(folder)
@@ -95,13 +102,17 @@ def _take(export: Path, target: Path, canonical: Manifest) -> None:
     manifest.save(target)
 
 
-def compare(folder: Path, backend: str, reference: bool = True) -> Iterator[Comparison]:
+def compare(
+    folder: Path, backend: str, reference: bool = True, lowering: str = "", only: str = ""
+) -> Iterator[Comparison]:
     """Run both sides of a prepared folder, role by role. reference False: its outputs are read if they are there.
+    lowering: instead of the plan's. only: this role alone.
 
     Raises EngineError."""
     plan, manifest = load_plan(folder)
+    plan = replace(plan, lowering=lowering or plan.lowering)
     with _quiet():
-        for role in roles_of(manifest):
+        for role in [only] if only else roles_of(manifest):
             feeds, outputs = load_feeds(folder / f"{role}.npz"), _outputs(folder, role)
             if reference or not outputs.is_file():
                 _run_reference(folder, role, feeds)
@@ -117,6 +128,22 @@ def compare(folder: Path, backend: str, reference: bool = True) -> Iterator[Comp
             Comparator.compare_accuracy(results, compare_func=judge)
             for index, (feed, measures) in enumerate(zip(feeds, found, strict=True)):
                 yield Comparison(role, index, len(feed["tokens"]), measures)
+
+
+def inside_layer(folder: Path, backend: str, bad: Comparison) -> Comparison | None:
+    """The same pass with a layer's parts as nodes of their own, to tell which of them is off; None: none is.
+
+    Raises EngineError."""
+    parts = compare(folder, backend, reference=False, lowering="ops", only=bad.role)
+    return next((each for each in parts if each.index == bad.index and not each.ok), None)
+
+
+def damaged_weights(folder: Path) -> tuple[list[weight_bytes.Damage], int]:
+    """Of a prepared folder: what engines would read that is not the model's, and how many tensors were looked at.
+
+    Raises EngineError."""
+    _, manifest = load_plan(folder)
+    return weight_bytes.damages(folder / LOWERED, manifest, folder / weight_bytes.FILE_NAME)
 
 
 def run_reference(folder: Path) -> None:

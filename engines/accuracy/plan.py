@@ -2,6 +2,7 @@
 
 canonical/        the export for ONNX Runtime; ROLE.marked.onnx has its layer outputs marked as outputs
 lowered/          the export for TensorRT
+weights.npz       what the weights are, row by row (`weight_bytes`)
 ROLE.npz          the inputs: passes over real tokens, from real state
 ROLE.py           what Polygraphy's command line takes as network, data loader and comparison
 plan.json         the numbers below

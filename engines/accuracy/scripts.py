@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from engines.accuracy import weight_bytes
 from engines.accuracy.graphs import EngineGraph, engine_graph
 from engines.accuracy.inputs import Feed, load_feeds
 from engines.accuracy.measures import Measure, measure_all
@@ -50,10 +52,17 @@ def functions(folder: Path, role: str) -> tuple[Callable[[], Any], Callable[[], 
     def data() -> list[Feed]:
         return load_feeds(folder / f"{role}.npz")
 
+    @cache
+    def wrong_bytes() -> list[weight_bytes.Damage]:
+        return weight_bytes.damages(folder / LOWERED, manifest, folder / weight_bytes.FILE_NAME)[0]
+
     def compare(first: Any, second: Any) -> OrderedDict[str, bool]:
         measures = compare_results(first, second, plan, manifest)
         print_measures(measures, role)
-        return OrderedDict((each.name, each.ok) for each in measures)
+        damaged = wrong_bytes()
+        if damaged:
+            print(f"weights: other bytes than the model's in {', '.join(map(str, damaged))}")
+        return OrderedDict([("weights", not damaged), *((each.name, each.ok) for each in measures)])
 
     return network, data, compare
 

@@ -7,9 +7,11 @@ suffix of TensorRT's own.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engines.engine_manifest import Engine, EngineManifest, WeightPlace, pool_size
+from engines.errors import UsageError
 from engines.manifest import Geometry
 from engines.memory_plan import nbytes_of, state_bindings
 
@@ -53,12 +55,30 @@ class Pass:
     position: int
 
 
+def check_pass(manifest: EngineManifest, role: str, work: Pass, prefill: bool = False) -> None:
+    """Raise UsageError for a pass that an engine does not hold. prefill: one of that profile will do as well."""
+    options, profiles = manifest.options, manifest.engines[role].profiles
+    most = max(profile.max_tokens for profile in profiles if prefill or profile.name == "decode")
+    if not 1 <= work.tokens <= most:
+        raise UsageError(
+            f"--rows {work.tokens}: the {role} engine's {'' if prefill else 'decode '}passes take 1 to {most}"
+        )
+    if not 0 <= work.position <= options.context - work.tokens:
+        raise UsageError(
+            f"--position {work.position}: wanted 0 to {options.context - work.tokens}, what the engines hold beside "
+            f"{work.tokens} tokens"
+        )
+
+
 class LayerKinds:
     """Of one engine."""
 
     def __init__(self, manifest: EngineManifest, engine: Engine, geometry: Geometry) -> None:
         self._geometry, self._max_rows = geometry, manifest.options.max_rows
         self._weights = {name: place for name, place in manifest.weights.items() if self._is_of(name, engine)}
+        self._blocks = {
+            int(binding.name.split(".")[1]) for binding in state_bindings(engine) if binding.name.startswith("blk.")
+        }
         self._kv_rows = {
             binding.name.split(".cache")[0]: nbytes_of(binding) // manifest.options.context
             for binding in state_bindings(engine)
@@ -70,6 +90,16 @@ class LayerKinds:
         if match := re.fullmatch(r"blk\.(\d+)/layer", node):
             return LAYERS["delta net" if int(match[1]) in self._geometry.gdn_layers else "attention"]
         return _KINDS.get(_leaf(node), OTHER)
+
+    def check_names(self, layers: Iterable[str], role: str, others: LayerKinds | None) -> None:
+        """Raise UsageError for layers of no decoder layer of this engine. others: of the other engine, if any."""
+        found = {int(match[1]) for layer in layers if (match := re.match(r"blk\.(\d+)[./]", node_of(layer)))}
+        if found and found <= self._blocks:
+            return
+        of_other = others is not None and bool(found) and found <= others._blocks
+        what = "they are the other engine's" if of_other else "the profile is of other engines"
+        shown = ", ".join(f"blk.{block}" for block in sorted(found)[:3]) or "of no decoder layer"
+        raise UsageError(f"--role {role}: the profile's layers are {shown}; {what}")
 
     def nbytes(self, layer: str, work: Pass) -> int:
         """Bytes of weights and state that the layer must move; 0 for what moves activations alone."""

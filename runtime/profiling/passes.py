@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engines.engine_manifest import Binding, EngineManifest, load_engine_manifest
-from engines.errors import EngineError, UsageError
+from engines.errors import EngineError
 from plugins.load import find_library, load_plugins, trt
 from plugins.log import messages
 from runtime import cuda
@@ -25,7 +25,7 @@ _AHEAD_BYTES, _AHEAD = 256 << 20, 60
 class ProfiledEngine:
     """An engine and buffers for passes of up to ``tokens`` tokens in its decode profile.
 
-    Raises EngineError, UsageError, ResourceError."""
+    Raises EngineError, ResourceError."""
 
     def __init__(
         self, loader: EngineLoader, folder: Path, manifest: EngineManifest, role: str, stream: cuda.Stream
@@ -133,15 +133,6 @@ def open_profiled(folder: Path) -> tuple[EngineManifest, dict[str, ProfiledEngin
     loader, stream = EngineLoader(device), cuda.Stream()
     engines = {role: ProfiledEngine(loader, folder, manifest, role, stream) for role in manifest.engines}
     return manifest, engines, device
-
-
-def check_pass(manifest: EngineManifest, tokens: int, position: int) -> None:
-    """Raise UsageError for a pass that the engines do not hold."""
-    options = manifest.options
-    if not 1 <= tokens <= options.max_rows:
-        raise UsageError(f"--rows {tokens}: the engines' decode passes take 1 to {options.max_rows}")
-    if not 0 <= position <= options.context - tokens:
-        raise UsageError(f"--position {position}: wanted 0 to {options.context - tokens}, what the engines hold")
 
 
 def _profiler() -> Any:

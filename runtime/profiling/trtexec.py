@@ -7,6 +7,7 @@ A profile is a list: first {"count": runs}, then an object a layer with "name", 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ def read_profile(path: Path) -> list[tuple[str, float]]:
     try:
         layers = [entry for entry in entries if "name" in entry]
         times = [(str(layer["name"]), float(layer.get("medianMs", layer["averageMs"]))) for layer in layers]
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise UsageError(f"{path}: not what --exportProfile writes ({type(error).__name__}: {error})") from None
+    for name, ms in times:
+        if not (math.isfinite(ms) and ms >= 0):
+            raise UsageError(f"{path}: layer {name!r} takes {ms} ms; not what --exportProfile writes")
     if not times:
         raise UsageError(f"{path}: has no layers; make it with --exportProfile and --separateProfileRun")
     return times

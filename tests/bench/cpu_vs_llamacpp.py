@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from engines.command import Parser, run_command
+from engines.errors import UsageError
 from export.exporter import export_model
 from runtime.sampling import SamplingParams
 from runtime.session import Session, open_session
@@ -26,7 +28,7 @@ from runtime.speculative import SpecStats
 from tests.bench.large_random import write_08b
 from tests.vocabulary_files import TRAINED_MODEL
 
-CONTEXT = 1024
+CONTEXT, _PROMPT = 1024, 64
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
 
 # (prompt, new tokens) -> tokens per second, accepted drafts, drafted.
@@ -71,7 +73,7 @@ def measure(model: Path, folder: Path, rounds: int, n_tokens: int, threads: int)
         contestants["llama.cpp"] = llama_cpp(model, threads)
     else:
         print("llama.cpp is not installed (pip install '.[test]'): no comparison with it")
-    prompts = [session.tokenizer.encode(text)[:64] for text in json.loads(PROMPTS.read_text())]
+    prompts = [session.tokenizer.encode(text)[:_PROMPT] for text in json.loads(PROMPTS.read_text())]
     for run in contestants.values():
         run(prompts[0], 16)  # first passes allocate
     results: dict[str, list[tuple[float, int, int]]] = {name: [] for name in contestants}
@@ -97,14 +99,30 @@ def print_table(results: dict[str, list[tuple[float, int, int]]]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    cores = len(os.sched_getaffinity(0))
+    parser = Parser(
+        prog="python -m tests.bench.cpu_vs_llamacpp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL.gguf")
     parser.add_argument("--random", action="store_true", help="also a random model of the 0.8B geometry")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    args = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=cores)
+    args = parser.parse_args(arguments)
+    for flag, value, low, high in (
+        ("--rounds", args.rounds, 1, 10_000),
+        ("--tokens", args.tokens, 2, CONTEXT - _PROMPT),
+        ("--threads", args.threads, 1, cores),
+    ):
+        if not low <= value <= high:
+            raise UsageError(f"{flag} {value}: wanted {low} to {high}")
+    for model in args.models:
+        if not model.is_file():
+            raise UsageError(f"{model}: no such file; give a .gguf file")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         models = args.models or [TRAINED_MODEL]
@@ -112,7 +130,8 @@ def main() -> None:
             models = [*models, write_08b(folder / "random-0.8B-Q4_K_M.gguf")]
         for index, model in enumerate(models):
             measure(model, folder / str(index), args.rounds, args.tokens, args.threads)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engines.errors import NextnError, UsageError
+from engines.command import Parser, run_command
+from engines.errors import EngineError, UsageError
+from export.config import load_config
 from export.exporter import export_model
+from export.gguf_file import GGUFFile
 from runtime.engine_onnxruntime import OnnxDraftEngine, OnnxTrunkEngine
 from tests.compare import kl_divergence
 from tests.dequantized import write_dequantized
@@ -202,43 +207,65 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _corpus(paths: list[Path], peer_model: Path, count: int, length: int) -> list[list[int]]:
+def _corpus(given: argparse.Namespace, peer_model: Path) -> list[list[int]]:
     from tests.peer.llamacpp import LlamaCpp
 
     try:
-        contents = [path.read_text(encoding="utf-8") for path in paths] or texts()
+        contents = [path.read_text(encoding="utf-8") for path in given.corpus] or texts()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--corpus: {error}") from None
+        raise UsageError(f"--corpus: cannot be read as UTF-8 text ({error})") from None
     peer = LlamaCpp(peer_model, n_ctx=64, mtp=False)
     ids = [peer.tokenize(text) for text in contents]
     peer.close()
-    chunks = [part[i : i + length] for part in ids for i in range(0, len(part) - 1, length)]
-    return [chunk for chunk in chunks if len(chunk) > 1][:count]
+    chunks = [part[i : i + given.tokens] for part in ids for i in range(0, len(part), given.tokens)]
+    chunks = [chunk for chunk in chunks if len(chunk) > 1][: given.texts]
+    if not chunks:
+        raise UsageError("--corpus: no text of two tokens or more in it")
+    return chunks
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raise UsageError for what cannot be compared, ModelFileError for a file that is no model with a head."""
+    for flag, value, low, high in (
+        ("--texts", given.texts, 1, 1 << 20),
+        ("--tokens", given.tokens, 2, 1 << 14),
+        ("--drafts", given.drafts, 1, MAX_ROWS - 1),
+        ("--threads", given.threads, 1, os.cpu_count() or 1),
+    ):
+        if not low <= value <= high:
+            raise UsageError(f"{flag} {value}: wanted {low} to {high}")
+    if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
+        raise UsageError(
+            f"--json {given.json}: {'is a folder' if given.json.is_dir() else 'no such folder'}; name a file"
+        )
+    if not given.model.is_file():
+        raise UsageError(f"{given.model}: no such file; give a .gguf file")
+    file = GGUFFile.open(given.model)
+    config = load_config(file)
+    if config.draft is None:
+        raise UsageError(f"{given.model}: has no NextN head, whose presence is what is looked into")
+    if len(file.paths) > 1:
+        raise UsageError(f"{given.model}: is split into {len(file.paths)} files; give one that is whole")
+    context = config.context_length
+    if given.tokens + MAX_ROWS > context:
+        raise UsageError(f"--tokens {given.tokens}: wanted at most {context - MAX_ROWS} of the model's {context}")
+    if find_spec("llama_cpp_py_sync") is None:
+        raise UsageError("llama.cpp is not installed; pip install 'nextn-trt[test]'")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, default=TRAINED_MODEL, metavar="MODEL.gguf")
-    parser.add_argument(
-        "--corpus", type=Path, nargs="+", default=[], metavar="TEXT", help="UTF-8 (default: a small set)"
-    )
-    parser.add_argument("--texts", type=int, default=32, metavar="N", help="pieces of the corpus (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="of a piece (default %(default)s)")
-    parser.add_argument("--drafts", type=int, default=3, metavar="N", help="a round (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of llama.cpp (default %(default)s)")
-    parser.add_argument("--as-is", action="store_true", help="give llama.cpp the file itself")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    given = parser.parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
+    """Run the command line; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    _check(given)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        try:
             peer_model = given.model if given.as_is else write_dequantized(given.model, folder / "f32.gguf")
-            corpus = _corpus(given.corpus, peer_model, given.texts, given.tokens)
+            corpus = _corpus(given, peer_model)
             mine = ours(given.model, folder, corpus, given.drafts)
             theirs = llamacpp(peer_model, corpus, given.drafts, given.threads)
-    except NextnError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        except (RuntimeError, OSError) as error:  # llama.cpp's refusals, and a disk that is full
+            raise EngineError(str(error)) from error
     positions = [position for text in corpus for position in range(len(text))]
     report = {"model": given.model.name, "texts": len(corpus), **judge(mine, theirs, positions, given.as_is)}
     if given.json:
@@ -249,5 +276,24 @@ def main(arguments: list[str] | None = None) -> int:
     return EXIT_FAILED if report["failures"] else 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m tests.bench.trunk_vs_llamacpp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", type=Path, default=TRAINED_MODEL, metavar="MODEL.gguf")
+    parser.add_argument(
+        "--corpus", type=Path, nargs="+", default=[], metavar="TEXT", help="UTF-8 (default: a small set)"
+    )
+    parser.add_argument("--texts", type=int, default=32, metavar="N", help="pieces of the corpus (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="of a piece (default %(default)s)")
+    parser.add_argument("--drafts", type=int, default=3, metavar="N", help="a round (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of llama.cpp (default %(default)s)")
+    parser.add_argument("--as-is", action="store_true", help="give llama.cpp the file itself")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    return parser
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

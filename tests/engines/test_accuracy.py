@@ -17,12 +17,15 @@ import pytest
 from onnx import helper, numpy_helper
 
 from engines.accuracy import __main__ as accuracy
-from engines.accuracy import int8_rows
+from engines.accuracy import int8_rows, semantics, weight_bytes
 from engines.accuracy.graphs import engine_graph
 from engines.accuracy.inputs import load_feeds
 from engines.accuracy.plan import load_plan
 from engines.accuracy.runner import SemanticsRunner
+from engines.network import load_graph
 from export.exporter import export_model
+from export.weight_inputs import external_weights
+from plugins import ops
 from tests.documented import POLYGRAPHY, ROOT
 from tests.lowered import _NATIVE, _PLUGINS
 from tests.oracle import int8_rows as int8_oracle
@@ -110,7 +113,7 @@ def test_one_flipped_scale_byte(
     named: str,
     lowering: str,
 ) -> None:
-    """In the file that the engine's weights come from; its row is named where single ops are seen."""
+    """In the file that the engine's weights come from: what is off first, its row, and the very byte."""
     folder = tmp_path / "x"
     shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("canonical", "*.oracle.json"))
     plan = json.loads((folder / "plan.json").read_text())
@@ -120,8 +123,74 @@ def test_one_flipped_scale_byte(
     assert code == accuracy.EXIT_FAILED
     verdict = shown.rstrip().splitlines()[-1]
     assert verdict.startswith("FAILED: first off at " + ".".join(tensor.split(".")[:2]))
-    if lowering == "ops":
-        assert named in verdict
+    assert named in verdict
+    # Rows of eh_proj have two superblocks, the others of these one.
+    per_row = 2 if "eh_proj" in tensor else 1
+    place = f"row {superblock // per_row}, superblock {superblock % per_row}, byte {byte}"
+    assert f"other bytes than the model's in {tensor}, {place}" in verdict
+
+
+@pytest.mark.parametrize("name", ["q4_k_m", "mixed_types", "other_types", "tied_no_head_norm"])
+def test_any_flipped_bit_of_any_weight(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Of every tensor that engines read, whatever its type, in whatever row: it is named, to the byte."""
+    export, known = tmp_path / "export", tmp_path / "weights.npz"
+    manifest = export_model(tiny(name), export, target="tensorrt")
+    weight_bytes.remember(export, manifest, known)
+    assert weight_bytes.damages(export, manifest, known)[0] == []
+    places = {}
+    for role in ("trunk", "draft"):
+        for tensor in external_weights(load_graph(manifest.file(export, role))):
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            places[tensor.name] = (entries["location"], int(entries["offset"]), tuple(tensor.dims))
+    files = {file: (export / file).read_bytes() for file, _, _ in places.values()}
+    rng = np.random.default_rng(5)
+    for tensor, (file, offset, (rows, blocks, block_bytes)) in places.items():
+        row, block, byte = (int(rng.integers(n)) for n in (rows, blocks, block_bytes))
+        content = bytearray(files[file])
+        content[offset + (row * blocks + block) * block_bytes + byte] ^= 1 << int(rng.integers(8))
+        (export / file).unlink()  # the model's own file may be the same
+        (export / file).write_bytes(content)
+        (damage,) = weight_bytes.damages(export, manifest, known)[0]
+        place = (damage.tensor, damage.rows, damage.row, damage.bytes)
+        assert place == (tensor, 1, row, (block * block_bytes + byte,))
+        (export / file).write_bytes(files[file])
+    assert len(places) > 20
+
+
+def test_a_row_that_no_text_has(tiny: Tiny, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One scale byte of one superblock of the embedding, of a token that the passes have not."""
+    folder, report = tmp_path / "x", tmp_path / "r.json"
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("canonical"))
+    used = {int(token) for feed in load_feeds(folder / "trunk.npz") for token in feed["tokens"]}
+    row = next(token for token in range(1, 300) if token not in used)
+    with_flipped_byte(tiny("q4_k_m"), folder / "lowered" / "model.gguf", "token_embd.weight", row, 4, 1)
+    code, shown = run([str(folder), "--backend", "oracle", "--json", str(report)], capsys)
+    said = (
+        f"FAILED: other bytes than the model's in token_embd.weight, row {row}, superblock 0, byte 4; these passes do"
+    )
+    assert code == accuracy.EXIT_FAILED and shown.splitlines()[-1].startswith(said)
+    found = json.loads(report.read_text())
+    assert not found["passed"] and found["first_off"] is None and found["weights"]["damaged"][0]["row"] == row
+    ran = subprocess.run(
+        [sys.executable, "-c", POLYGRAPHY, "run", "--load-outputs", str(folder / "trunk.onnxruntime.json"),
+         str(folder / "trunk.oracle.json"), "--compare-func-script", str(folder / "trunk.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 1 and f"token_embd.weight, row {row}, superblock 0, byte 4" in ran.stdout
+
+
+def test_a_layer_that_is_wrong_as_one_node_alone(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = semantics.OPS[ops.GATED_DELTA_NET_LAYER.name]
+    monkeypatch.setitem(semantics.OPS, ops.GATED_DELTA_NET_LAYER.name, lambda x, at: layer([-x[0], *x[1:]], at))
+    folder = tmp_path / "x"
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("canonical"))
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "lowering": "layers"}))
+    code, shown = run([str(folder), "--backend", "oracle"], capsys)
+    assert code == accuracy.EXIT_FAILED
+    assert "suspect what makes a layer one node, for its parts are right" in shown.splitlines()[-1]
 
 
 def test_an_export_that_was_damaged(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

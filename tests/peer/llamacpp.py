@@ -10,7 +10,7 @@ row and a batch differ.
 from __future__ import annotations
 
 import ctypes
-import sys
+from collections import deque
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ _CONTEXT_MTP = 1
 
 @cache
 def _library() -> Any:
-    """libllama, loaded once; its errors go to stderr, the rest of its log nowhere."""
+    """libllama, loaded once; the last of its errors go into what is raised, the rest of its log nowhere."""
     path = bindings._find_library()
     try:
         ctypes.CDLL(path)
@@ -53,12 +53,19 @@ def _library() -> Any:
 
 
 _mangled: dict[str, Any] = {}
+_errors: deque[str] = deque(maxlen=5)
 
 
 @_ffi.callback("void(enum ggml_log_level, const char *, void *)")
 def _on_log(level: int, text: Any, _: Any) -> None:
     if level == _LOG_ERROR:
-        sys.stderr.write(_ffi.string(text).decode("utf-8", "replace"))
+        _errors.append(_ffi.string(text).decode("utf-8", "replace").strip())
+
+
+def _refused(what: str) -> RuntimeError:
+    said = " ".join(_errors)
+    _errors.clear()
+    return RuntimeError(f"llama.cpp {what}" + (f": {said}" if said else ""))
 
 
 class LlamaCpp:
@@ -87,7 +94,7 @@ class LlamaCpp:
             options.use_extra_bufts = False
         self._model = self._lib.llama_model_load_from_file(str(path).encode(), options)
         if self._model == _ffi.NULL:
-            raise RuntimeError(f"llama.cpp cannot load {path}")
+            raise _refused(f"cannot load {path}")
         self._vocab = self._lib.llama_model_get_vocab(self._model)
         self.vocab_size = self._lib.llama_vocab_n_tokens(self._vocab)
         self.hidden_size = self._lib.llama_model_n_embd(self._model)
@@ -117,7 +124,7 @@ class LlamaCpp:
             options.ctx_type, options.ctx_other = _CONTEXT_MTP, trunk
         context = self._lib.llama_init_from_model(self._model, options)
         if context == _ffi.NULL:
-            raise RuntimeError("llama.cpp cannot make a context")
+            raise _refused("cannot make a context")
         if self._has_head:
             _mangled["set_hidden"](int(_ffi.cast("uintptr_t", context)), True, False)
         return context
@@ -131,7 +138,7 @@ class LlamaCpp:
     def forget(self, context: Any, position: int) -> None:
         """Drop everything at ``position`` and after."""
         if not self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(context), 0, position, -1):
-            raise RuntimeError(f"llama.cpp cannot roll back to {position}")
+            raise _refused(f"cannot roll back to {position}")
 
     def step(
         self, context: Any, tokens: Sequence[int], position: int, hidden: F32 | None = None, last_only: bool = False

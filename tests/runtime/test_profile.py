@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -175,11 +176,57 @@ def test_other_files_are_refused(trained: tuple[Path, EngineManifest, Geometry],
     profile(folder, "--trtexec", file, "--json", tmp_path / "no" / "x").refused(2, "no such folder")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--position", 4096), "--position 4096: wanted 0 to 4095"),
+        (("--position", 10**30), "wanted 0 to 4095"),
+        (("--position", -1), "--position: 0 or more"),
+        (("--rows", 4096, "--position", 1), "--rows 4096: the trunk engine's passes take 1 to"),
+        (("--rows", "1,4"), "a profile is of one pass"),
+        (("--rows", "1,"), "wanted whole numbers"),
+        (("--rows", "nan"), "wanted whole numbers"),
+        (
+            ("--role", "draft"),
+            "--role draft: the profile's layers are blk.0, blk.1, blk.2; they are the other engine's",
+        ),
+        (("--role", "verify"), "invalid choice"),
+        (("--bandwidth", "nan"), "--bandwidth nan: wanted GB/s above 0"),
+        (("--bandwidth", "inf"), "--bandwidth inf: wanted GB/s above 0"),
+        (("--repeats", 0), "--repeats 0: wanted 1 to"),
+        (("--repeats", 10**9), "--repeats 1000000000: wanted 1 to"),
+    ],
+)
+def test_odd_values_are_refused_in_a_line(
+    trained: tuple[Path, EngineManifest, Geometry], tmp_path: Path, flags: tuple[object, ...], said: str
+) -> None:
+    profile(trained[0], "--trtexec", exported(tmp_path / "p.json", REPORTED), *flags).refused(2, said)
+
+
+@pytest.mark.parametrize("time", ["NaN", "Infinity", "-1", "1e999", "null", '"x"', str(10**400)])
+def test_times_that_are_none_are_refused(
+    trained: tuple[Path, EngineManifest, Geometry], tmp_path: Path, time: str
+) -> None:
+    (tmp_path / "p.json").write_text(f'[{{"count": 3}}, {{"name": "blk.0/layer", "averageMs": 1, "medianMs": {time}}}]')
+    profile(trained[0], "--trtexec", tmp_path / "p.json").refused(2, "not what --exportProfile writes")
+
+
+def test_profiles_of_other_engines_are_refused(trained: tuple[Path, EngineManifest, Geometry], tmp_path: Path) -> None:
+    for name in ("blk.31/layer", "conv1"):
+        file = exported(tmp_path / "p.json", [(name, 1.0)])
+        profile(trained[0], "--trtexec", file).refused(2, "the profile is of other engines")
+    file = exported(tmp_path / "p.json", [("blk.8/layer", 1.0)])
+    assert profile(trained[0], "--trtexec", file, "--role", "draft").code == 0
+    profile(trained[0], "--role", "draft").refused(2, "belongs to a profile that is read")
+
+
 def test_without_a_gpu_it_says_so(trained: tuple[Path, EngineManifest, Geometry], monkeypatch: Any) -> None:
     from tests.runtime.fake_cuda import FakeCuda
 
     cuda = FakeCuda()
     cuda.errors["cudaGetDeviceCount"] = 35
     monkeypatch.setattr("runtime.cuda._api", lambda: cuda)
-    profile(trained[0]).refused(4, "no NVIDIA driver found")
+    outcome = profile(trained[0])
+    outcome.refused(4, "no NVIDIA driver found")
+    assert set(re.findall(r"--[a-z-]+", outcome.err)) <= set(re.findall(r"--[a-z-]+", profile("--help").out))
     profile("nowhere").refused(4, "no NVIDIA driver found")

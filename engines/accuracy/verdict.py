@@ -1,0 +1,105 @@
+"""What a comparison comes to: a line a pass, what is off first and why, and the report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engines.accuracy.compare import Comparison
+from engines.accuracy.plan import Plan
+from engines.accuracy.suspects import first_bad, suspect
+from engines.accuracy.tolerances import tolerance_for
+from engines.accuracy.weight_bytes import Damage
+
+FORMAT = 2
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """done: of every pass. inside: the first pass that is off once more, its layers as their parts, where layers were
+    compared; None: no part is off. damaged: weights that are not the model's, of ``tensors``."""
+
+    done: list[Comparison]
+    damaged: list[Damage]
+    tensors: int
+    layers: bool = False
+    inside: Comparison | None = field(default=None)
+
+    @property
+    def passed(self) -> bool:
+        return self.bad is None and not self.damaged
+
+    @property
+    def bad(self) -> Comparison | None:
+        return next((each for each in self.done if not each.ok), None)
+
+    @property
+    def first_off(self) -> str:
+        """The name of the first place that is off; "" when none is."""
+        first = first_bad(self.bad.measures) if self.bad else None
+        return first.name if first else ""
+
+    @property
+    def suspect(self) -> str:
+        """What may be wrong; "" when nothing is."""
+        bad, named = self.bad, self._named()
+        if bad is None:
+            return named
+        if self.inside is not None:
+            first = first_bad(self.inside.measures)
+            assert first is not None
+            said = f"{suspect(self.inside.measures)} (among the layer's parts {first.name} is off first)"
+        elif self.layers:
+            said = f"what makes a layer one node, for its parts are right: {suspect(bad.measures)}"
+        else:
+            said = suspect(bad.measures)
+        return f"{said}; {named}" if named else said
+
+    def _named(self) -> str:
+        if not self.damaged:
+            return ""
+        more = f", and in {len(self.damaged) - _MOST_NAMED} tensors more" if len(self.damaged) > _MOST_NAMED else ""
+        return "other bytes than the model's in " + ", ".join(map(str, self.damaged[:_MOST_NAMED])) + more
+
+    def summary(self) -> str:
+        """For people, the verdict last."""
+        lines = [_line(each) for each in self.done]
+        if not self.damaged:
+            lines.append(f"weights: {self.tensors} tensors, byte for byte the model's")
+        if self.passed:
+            return "\n".join([*lines, "passed"])
+        if self.bad is None:
+            return "\n".join([*lines, f"FAILED: {self._named()}; these passes do not show it"])
+        where = f"{self.first_off} ({self.bad.role}, {self.bad.tokens} tokens)"
+        return "\n".join([*lines, f"FAILED: first off at {where}; suspect {self.suspect}"])
+
+    def as_dict(self, backend: str, plan: Plan) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "passed": self.passed,
+            "backend": backend,
+            "plan": asdict(plan),
+            "first_off": self.first_off or None,
+            "suspect": self.suspect or None,
+            "weights": {"tensors": self.tensors, "damaged": [each.as_dict() for each in self.damaged]},
+            "passes": [
+                {
+                    "role": each.role,
+                    "tokens": each.tokens,
+                    "tolerance": asdict(tolerance_for(backend, plan, each.tokens)),
+                    "places": [measure.as_dict() for measure in each.measures],
+                }
+                for each in self.done
+            ],
+        }
+
+
+def _line(each: Comparison) -> str:
+    worst = max(each.measures, key=lambda measure: measure.nmse if measure.nmse == measure.nmse else float("inf"))
+    logits = next(measure for measure in each.measures if measure.name == "logits")
+    return (
+        f"{each.role:<6} {each.tokens:>4} tokens: {len(each.measures)} places, worst NMSE {worst.nmse:.1e} at "
+        f"{worst.name.split('+')[0]}; logits: max error {logits.max_abs:.1e}, KL {logits.kl_mean:.1e}, "
+        f"top-1 {logits.top1:.3f}"
+    )
