@@ -7,7 +7,6 @@ exported folder; what is already there and made from the same things is kept.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import sys
@@ -28,22 +27,23 @@ from engines.build_flags import (
     check_numbers,
 )
 from engines.command import report, run_command
-from engines.draft_head import DraftHeadOptions, draft_head_options, refuse_for_folder
-from engines.engine_files import part_of, put_in_place
+from engines.draft_head import draft_head_options
+from engines.engine_files import kept_engines, part_of, put_in_place
 from engines.engine_manifest import (
     Engine,
     EngineManifest,
     EngineOptions,
     Profile,
     WeightPlace,
-    load_engine_manifest,
     pool_size,
 )
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from engines.fresh_export import exported_folder
 from engines.manifest import Manifest, load_manifest
 from engines.network import Progress, bindings, build_engine, fix_sizes, load_graph
 from engines.planned_engines import ROLES, fitting_context, free_gpu_bytes
 from engines.weight_places import packed, weight_places
+from engines.whole_files import verify_whole
 from export.int8_caches import with_int8_caches
 from export.lower_layers import LayerForm, merge_layers
 from export.weight_inputs import external_weights
@@ -61,17 +61,21 @@ def build_engines(
     library: Path | None = None,
     progress: Progress = lambda phase, fraction: None,
     layers: Callable[[str, list[str]], None] | None = None,
+    sound: bool = False,
 ) -> tuple[EngineManifest, bool]:
     """Build the engines of an exported ``folder``; their manifest, and whether anything was built.
 
     library: the plugin library (default: see `plugins.load`). layers: told each role's layer listing, which is only
-    there when something is built. Raises UsageError (options), EngineError, ResourceError."""
+    there when something is built. sound: every byte of the export has been looked at.
+    Raises UsageError (options), EngineError (a damaged export among others), ResourceError."""
     manifest = load_manifest(folder)
     options = _checked(options, manifest, folder)
+    if not sound:
+        verify_whole(folder, manifest)
     chosen, digest = tensorrt(), library_digest(load_plugins(library))
     models = {role: manifest.file(folder, role) for role in ROLES if role in manifest.files}
     key = _build_key(models, options, manifest, f"{chosen.name} {chosen.version}", digest)
-    kept = _kept(folder, key)
+    kept = kept_engines(folder, key)
     if kept is not None:
         return kept, False
     prepare_parser()
@@ -172,55 +176,12 @@ def _build_key(
     # The draft head's own LM head is no part of the .gguf; embedded, its values are part of the engine.
     head = manifest.digests.get("draft_head")
     facts = [_BUILDER_VERSION, asdict(options), manifest.content_key, tensorrt_id, plugins, sorted(models), head]
+    if options.embed_weights:  # whose values are then part of the engines; the key of the content is of samples
+        facts.append(manifest.whole)
     digest.update(json.dumps(facts).encode())
     for role in sorted(models):
         digest.update(models[role].read_bytes())
     return digest.hexdigest()
-
-
-def _kept(folder: Path, key: str) -> EngineManifest | None:
-    """The manifest of engines that are whole and were made from the same things."""
-    try:
-        manifest = load_engine_manifest(folder)
-        for role in manifest.engines:
-            manifest.file(folder, role)
-    except EngineError:  # not there, or not usable: to be built
-        return None
-    return manifest if manifest.build_key == key else None
-
-
-def _exported(
-    model: Path, output: Path | None, draft: bool, draft_head: DraftHeadOptions, context: int | None = None
-) -> Path:
-    """The exported folder: ``model`` itself, or ``output`` with the .gguf exported into it unless it is that."""
-    if model.is_dir():
-        refuse_for_folder(draft_head, model)
-        if output is not None and output.resolve() != model.resolve():
-            raise UsageError(f"{model}: is an exported folder, whose engines go into it; leave -o out")
-        return model
-    if output is None:
-        raise UsageError(f"{model}: with a .gguf, give the folder for the export and the engines: -o DIR")
-    from export.config import load_config
-    from export.exporter import count_weights, export_model
-    from export.gguf_file import GGUFFile
-
-    file = GGUFFile.open(model)
-    wanted = (file.content_key(), "tensorrt", draft, draft_head.key())
-    with contextlib.suppress(EngineError):  # nothing there, or not usable: to be exported
-        found = load_manifest(output)
-        if (found.content_key, found.target, found.has_draft, found.draft_head_key) == wanted:
-            return output
-    config = load_config(file, draft=draft)
-    if context is not None and context > config.context_length:  # said before a long export
-        raise UsageError(f"--context {context}: wanted 1 to {config.context_length}")
-    total = count_weights(file, config, draft_head)
-    with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None) as bar:
-        manifest = export_model(
-            model, output, draft=draft, target="tensorrt", draft_head=draft_head, progress=bar.update
-        )
-    for note in manifest.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return output
 
 
 def _options(given: argparse.Namespace, folder: Path) -> EngineOptions:
@@ -250,7 +211,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = build_parser().parse_args(arguments)
         check_numbers(given)
-        folder = _exported(given.model, given.output, not given.no_draft, draft_head_options(given), given.context)
+        folder = exported_folder(
+            given.model, given.output, not given.no_draft, draft_head_options(given), given.context
+        )
         options = _options(given, folder)
         with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
 
@@ -260,7 +223,12 @@ def main(arguments: list[str] | None = None) -> int:
                 bar.refresh()
 
             manifest, built = build_engines(
-                folder, options, library=given.plugins, progress=progress, layers=show if given.layers else None
+                folder,
+                options,
+                library=given.plugins,
+                progress=progress,
+                layers=show if given.layers else None,
+                sound=not given.model.is_dir(),  # just exported, or looked at when it was found
             )
     except NextnError as error:
         return report(error)

@@ -68,6 +68,7 @@ class Manifest:
     notes: tuple[str, ...] = field(default=())
     draft_head_key: str = ""
     read_nbytes: dict[str, int] = field(default_factory=dict)  # of weights, by a pass of each role; empty: not known
+    whole: dict[str, str] = field(default_factory=dict)  # `engines.whole_files` of large files; empty: not known
     format_version: int = FORMAT_VERSION
 
     @property
@@ -106,9 +107,13 @@ class Manifest:
             except OSError as error:
                 raise EngineError(f"{path}: cannot be read ({error.strerror})") from error
             if digest != self.digests.get(role):
-                raise EngineError(
-                    f"{path}: its content is not what was exported; the file is damaged, run `python -m export` again"
-                )
+                raise self.damaged(path)
+
+    @staticmethod
+    def damaged(path: Path) -> EngineError:
+        return EngineError(
+            f"{path}: its content is not what was exported; the file is damaged, run `python -m export` again"
+        )
 
 
 def file_digest(path: Path) -> str:
@@ -157,6 +162,7 @@ def load_manifest(folder: Path) -> Manifest:
             notes=_tuples(raw["notes"]),
             draft_head_key=str(raw["draft_head_key"]),
             read_nbytes={role: int(nbytes) for role, nbytes in raw.get("read_nbytes", {}).items()},
+            whole={role: str(digest) for role, digest in raw.get("whole", {}).items()},
         )
         _check_kinds(manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

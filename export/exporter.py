@@ -13,6 +13,7 @@ import numpy as np
 from engines.draft_head import DraftHeadOptions
 from engines.errors import ResourceError, UsageError, printable
 from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
+from engines.whole_files import whole_digests
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
 from export.draft_head import HEAD_NAME, IDS_NAME, check_options, count_cut_weights, cut_draft_head
@@ -112,6 +113,7 @@ def _write_all(
         digests={role: file_digest(part / name) for role, name in files.items()},
         notes=tuple(notes),
         draft_head_key=draft_head.key(),
+        whole=whole_digests(part, files) if target == "tensorrt" else {},  # which `engines.build` looks at
         read_nbytes={role: read_nbytes(part / files[role]) for role in ("trunk", "draft") if role in files},
     )
     manifest.save(part)

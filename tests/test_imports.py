@@ -24,7 +24,15 @@ ALLOWED = {
     "engines.draft_head": ("engines.errors",),
     "engines": ("export", "plugins"),
     "plugins": ("engines.errors",),
-    "export": ("plugins.ops", "engines.manifest", "engines.draft_head", "engines.command", "engines.errors"),
+    "engines.whole_files": ("engines.manifest", "engines.errors"),
+    "export": (
+        "plugins.ops",
+        "engines.manifest",
+        "engines.whole_files",
+        "engines.draft_head",
+        "engines.command",
+        "engines.errors",
+    ),
     "runtime": (
         "plugins.load",
         "plugins.log",

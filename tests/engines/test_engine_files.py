@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines import engine_files
-from engines.engine_files import part_of, put_in_place
+from engines.engine_files import kept_engines, part_of, put_in_place
 from engines.engine_manifest import ENGINES_NAME, load_engine_manifest
 from engines.errors import EngineError
 from tests.engines.test_engine_manifest import manifest
@@ -55,3 +55,18 @@ def test_processes_write_their_own_files(tmp_path: Path, monkeypatch: pytest.Mon
     first = part_of(tmp_path / "trunk.engine")
     monkeypatch.setattr("os.getpid", lambda: 1)
     assert part_of(tmp_path / "trunk.engine") != first
+
+
+def test_only_whole_engines_of_the_same_things_are_kept(tmp_path: Path) -> None:
+    content = bytes(1000)
+    engine = replace(manifest().engines["trunk"], nbytes=1000, digest=blake2b(content, digest_size=20).hexdigest())
+    made = replace(manifest(), build_key="key", engines={"trunk": engine})
+    file = tmp_path / "trunk.engine"
+    file.write_bytes(content)
+    assert kept_engines(tmp_path, "key") is None  # not described
+    made.save(tmp_path)
+    assert kept_engines(tmp_path, "key") == made and kept_engines(tmp_path, "other") is None
+    file.write_bytes(content[:500] + b"\1" + content[501:])
+    assert kept_engines(tmp_path, "key") is None
+    file.unlink()
+    assert kept_engines(tmp_path, "key") is None
