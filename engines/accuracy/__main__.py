@@ -60,7 +60,7 @@ def _run(given: argparse.Namespace) -> int:
     for each in compare.compare(folder, backend, reference=given.model.suffix == ".gguf" or given.again):
         done.append(each)
         if given.all or not each.ok:
-            print_measures(each.measures, f"{each.role} {each.tokens}")
+            print_measures(each.measures, f"{each.role} {each.tokens}", plan.lowering == "layers")
     verdict = Verdict(done, *compare.damaged_weights(folder), layers=plan.lowering == "layers")
     if verdict.layers and verdict.bad is not None:
         verdict = replace(verdict, inside=compare.inside_layer(folder, backend, verdict.bad))

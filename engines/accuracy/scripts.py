@@ -58,7 +58,7 @@ def functions(folder: Path, role: str) -> tuple[Callable[[], Any], Callable[[], 
 
     def compare(first: Any, second: Any) -> OrderedDict[str, bool]:
         measures = compare_results(first, second, plan, manifest)
-        print_measures(measures, role)
+        print_measures(measures, role, plan.lowering == "layers")
         damaged = wrong_bytes()
         if damaged:
             print(f"weights: other bytes than the model's in {', '.join(map(str, damaged))}")
@@ -88,8 +88,8 @@ def compare_results(first: Any, second: Any, plan: Plan, manifest: Manifest) -> 
     return measure_all(reference, engine, manifest.geometry, plan, tolerance)
 
 
-def print_measures(measures: list[Measure], role: str) -> None:
-    """A table, and the first place that is off."""
+def print_measures(measures: list[Measure], role: str, layers: bool = False) -> None:
+    """A table, and the first place that is off. layers: see `suspects.suspect`."""
     width = max(len(short(each.name)) for each in measures)
     print(f"{role:<{width}} {'max error':>10} {'NMSE':>9} {'worst column':>13}  {'KL mean':>9} {'top-1':>6}")
     for each in measures:
@@ -98,7 +98,7 @@ def print_measures(measures: list[Measure], role: str) -> None:
         print(f"{short(each.name):<{width}} {numbers}{extra}{'' if each.ok else '  off'}".rstrip())
     bad = first_bad(measures)
     if bad is not None:
-        print(f"first off: {bad.name}; suspect {suspect(measures)}")
+        print(f"first off: {bad.name}; suspect {suspect(measures, layers)}")
 
 
 def short(name: str) -> str:

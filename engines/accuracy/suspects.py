@@ -22,7 +22,7 @@ _BY_LEAF = {
     "attention": "attention over the cache: query rope, scale, mask, output gate",
     "mixer_residual": "the mixer's output projection",
     "swiglu": "the feed-forward network's gate or up",
-    "ffn_residual": "the feed-forward network's down, or the layer as a whole",
+    "ffn_residual": "the feed-forward network's down",
     "shared_head_norm": "the head's last norm",
     "hidden.out": "the last norm",
     "logits": "the LM head: its blocks, or which rows it is given",
@@ -33,11 +33,14 @@ def first_bad(measures: Sequence[Measure]) -> Measure | None:
     return next((each for each in measures if not each.ok), None)
 
 
-def suspect(measures: Sequence[Measure]) -> str:
-    """What the first place that is off suggests; "" when none is."""
+def suspect(measures: Sequence[Measure], layers: bool = False) -> str:
+    """What the first place that is off suggests; "" when none is. layers: of a layer no more is seen than its end and
+    its state, which any of its parts may have spoilt."""
     bad = first_bad(measures)
     if bad is None:
         return ""
+    if layers and bad.name.startswith("blk.") and not bad.name.endswith("concat"):
+        return f"something in layer {bad.name.split('.')[1].split('/')[0]}; single ops (--lowering ops) tell what"
     if bad.local and bad.shape[-1] > 1 and not bad.name.endswith((".state", ".conv", "_cache")):
         return f"weights: {_row(bad)}"
     leaf = bad.name.split(JOINED)[0].split("/")[-1].rsplit(".", 1)[-1] if "/" not in bad.name else ""

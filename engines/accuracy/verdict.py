@@ -49,9 +49,11 @@ class Verdict:
         if self.inside is not None:
             first = first_bad(self.inside.measures)
             assert first is not None
-            said = f"{suspect(self.inside.measures)} (among the layer's parts {first.name} is off first)"
+            said = f"{suspect(self.inside.measures)} (of the layer's parts {first.name} is off first)"
         elif self.layers:
-            said = f"what makes a layer one node, for its parts are right: {suspect(bad.measures)}"
+            said = (
+                "what makes a layer one node, its kernels or its pack of weights, for as single ops its parts are right"
+            )
         else:
             said = suspect(bad.measures)
         return f"{said}; {named}" if named else said

@@ -67,7 +67,9 @@ def test_a_damaged_export_is_refused(folder: Path, monkeypatch: pytest.MonkeyPat
     flip(folder / "model.gguf", 400_000)
     monkeypatch.setattr(type(manifest), "verify", lambda self, folder: None)
     for act in (verify_whole, lambda folder, manifest: build_engines(folder, OPTIONS)):
-        with pytest.raises(EngineError, match=r"model\.gguf: its content is not what was exported; the file is damaged"):
+        with pytest.raises(
+            EngineError, match=r"model\.gguf: its content is not what was exported; the file is damaged"
+        ):
             act(folder, manifest)
 
 
