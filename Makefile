@@ -17,6 +17,7 @@ PROFILE ?=
 PEER ?=
 ARCHITECTURES ?= 80-real;86-real;89-real;90a-real;120-real;120-virtual
 NVCC := $(shell command -v nvcc)
+CMAKE := $(shell command -v cmake)
 GPU := $(shell command -v nvidia-smi)
 TENSORRT_STUBS := 10.8.0.43.1 10.13.0.35.1
 NVCC_PACKAGES := $(shell grep -o 'nvidia-[a-z-]*==[0-9.]*' pyproject.toml)
@@ -56,20 +57,24 @@ $(VENV)/.installed-tensorrt: $(VENV)/.installed
 
 plugins: build/plugins/libnextn_plugins.so
 
-build/plugins/libnextn_plugins.so: $(if $(NVCC),,build/cuda/.installed) $(wildcard plugins/CMakeLists.txt plugins/*.cmake plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
-	cmake -S plugins -B build/plugins -DNEXTN_ARCHITECTURES="$(ARCHITECTURES)" -DCMAKE_PREFIX_PATH=$(CURDIR)/build/cuda
-	cmake --build build/plugins --parallel 2
+build/plugins/libnextn_plugins.so: $(if $(NVCC),,build/cuda/.installed) $(if $(CMAKE),,$(BIN)/cmake) $(wildcard plugins/CMakeLists.txt plugins/*.cmake plugins/*/*.h plugins/*/*.cuh plugins/*/*.cu plugins/*/*.cpp)
+	$(or $(CMAKE),$(BIN)/cmake) -S plugins -B build/plugins -DNEXTN_ARCHITECTURES="$(ARCHITECTURES)" \
+	  -DCMAKE_PREFIX_PATH=$(CURDIR)/build/cuda
+	$(or $(CMAKE),$(BIN)/cmake) --build build/plugins --parallel 2
 
-# A machine without a CUDA compiler gets the one of the pip packages.
-build/cuda/.installed:
-	$(PYTHON) -m pip install --quiet --target build/cuda $(NVCC_PACKAGES)
+# A machine without a CUDA compiler gets the one of the pip packages; one without CMake, likewise.
+build/cuda/.installed: | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --target build/cuda $(NVCC_PACKAGES)
 	touch $@
+
+$(BIN)/cmake: | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet cmake
 
 engines: $(VENV)/.installed-tensorrt plugins  ## MODEL=x.gguf -> OUT: TensorRT engines; needs no GPU.
 	$(BIN)/python -m engines.build $(MODEL) -o $(OUT) --kv-cache $(KV_CACHE) $(DRAFT_HEAD)
 
 test-gpu: $(VENV)/.installed-test $(VENV)/.installed-tensorrt plugins  ## Kernels and engines; fails without an NVIDIA GPU.
-	$(BIN)/python -m pytest -m gpu --require-gpu $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m gpu --require-gpu --never-skip $(PYTEST_FLAGS)
 
 # Types are checked against full TensorRT, the oldest that will do and the newest that has stubs; a file of wrong uses
 # shows that wrong uses are found.

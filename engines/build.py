@@ -33,24 +33,22 @@ from engines.engine_manifest import (
     Engine,
     EngineManifest,
     EngineOptions,
-    Profile,
     WeightPlace,
-    pool_size,
 )
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.fresh_export import exported_folder
 from engines.manifest import Manifest, load_manifest
-from engines.network import Progress, bindings, build_engine, fix_sizes, load_graph
-from engines.planned_engines import ROLES, fitting_context, free_gpu_bytes
+from engines.network import Progress, bindings, build_engine, load_graph
+from engines.planned_engines import ROLES, fitting_context, form_of, free_gpu_bytes, profiles, sized
 from engines.weight_places import packed, weight_places
 from engines.whole_files import verify_whole
-from export.int8_caches import with_int8_caches
-from export.lower_layers import LayerForm, merge_layers
+from export.lower_layers import LayerForm
+from export.version import exporter_version
 from export.weight_inputs import external_weights
 from plugins.load import library_digest, load_plugins, prepare_parser, tensorrt
 from plugins.ops import MAX_DECODE_T
 
-# Part of every build key: raise it when the same inputs would give other engines.
+# Part of every build key, as is the exporter's source: raise it when the same inputs would give other engines.
 _BUILDER_VERSION = 3
 
 
@@ -85,7 +83,7 @@ def build_engines(
         for role, path in models.items():
             model = load_graph(path)
             listing: list[str] | None = [] if layers else None
-            form = merge_layers(model, f"{role}.packs") if options.lowering == "layers" else LayerForm(model)
+            form = form_of(role, model, options.lowering)
             made[role] = _build_role(role, form, path, folder, options, manifest, progress, listing)
             weights.update(weight_places(form))
             if layers and listing is not None:
@@ -119,29 +117,21 @@ def _build_role(
     progress: Progress,
     listing: list[str] | None,
 ) -> Engine:
-    model = with_int8_caches(form.model) if options.kv_cache == "int8" else form.model
-    fixed = fix_sizes(model, {"P": pool_size(manifest.geometry, options.max_rows), "L": options.context})
-    profiles = _profiles(role, options)
-    inputs, outputs = bindings(fixed)
+    model, limits = sized(form, manifest.geometry, options), profiles(role, options)
+    inputs, outputs = bindings(model)
     file = folder / f"{role}.engine"
     with packed(form, folder) if options.embed_weights else nullcontext():
         nbytes, digest = build_engine(
-            fixed,
+            model,
             path,
-            profiles,
+            limits,
             part_of(file),
             embed_weights=options.embed_weights,
             progress=lambda phase, fraction: progress(f"{role}: {phase}", fraction),
             layers=listing,
         )
     weights = () if options.embed_weights else tuple(each.name for each in external_weights(form.model))
-    return Engine(file.name, nbytes, digest, inputs, outputs, profiles, weights, form.notes)
-
-
-def _profiles(role: str, options: EngineOptions) -> tuple[Profile, ...]:
-    """Decode and verify, where the trunk gives logits of every row and the head of one; prefill, one row."""
-    rows = options.max_rows if role == "trunk" else 1
-    return Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, 1)
+    return Engine(file.name, nbytes, digest, inputs, outputs, limits, weights, form.notes)
 
 
 def _checked(options: EngineOptions, manifest: Manifest, folder: Path) -> EngineOptions:
@@ -175,7 +165,8 @@ def _build_key(
     digest = hashlib.blake2b(digest_size=20)
     # The draft head's own LM head is no part of the .gguf; embedded, its values are part of the engine.
     head = manifest.digests.get("draft_head")
-    facts = [_BUILDER_VERSION, asdict(options), manifest.content_key, tensorrt_id, plugins, sorted(models), head]
+    versions = [_BUILDER_VERSION, exporter_version(), tensorrt_id, plugins]
+    facts = [*versions, asdict(options), manifest.content_key, sorted(models), head]
     if options.embed_weights:  # whose values are then part of the engines; the key of the content is of samples
         facts.append(manifest.whole)
     digest.update(json.dumps(facts).encode())

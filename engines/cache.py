@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
 import platform
 import re
@@ -43,6 +42,8 @@ def entry_name(content_key: str, with_draft: bool, draft_head_key: str = "") -> 
     """Of the folder that holds the export of a model by this version of the exporter.
 
     draft_head_key: that of `engines.draft_head.DraftHeadOptions`."""
+    from export.version import exporter_version
+
     kind = draft_head_key if with_draft else "plain"
     return "-".join([content_key, exporter_version(), *([kind] if kind else [])])
 
@@ -56,16 +57,6 @@ def mark_used(folder: Path) -> None:
     """Remember that an entry was used now."""
     with contextlib.suppress(OSError):  # of someone else, or on a medium that cannot be written
         os.utime(folder)
-
-
-def exporter_version() -> str:
-    """Digest of the exporter's source."""
-    import export
-
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(Path(export.__path__[0]).glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -83,8 +74,9 @@ def entries(cache: Path) -> list[Entry]:
     """Everything in the cache, last used first; what processes are still making is left out."""
     if not cache.is_dir():
         return []
-    found = []
-    version = exporter_version()
+    from export.version import exporter_version
+
+    found, version = [], exporter_version()
     for path in cache.iterdir():
         model = "?"
         if _is_leftover(path):

@@ -29,12 +29,13 @@ def exported_folder(
     from export.config import load_config
     from export.exporter import count_weights, export_model
     from export.gguf_file import GGUFFile
+    from export.version import exporter_version
 
     file = GGUFFile.open(model)
-    wanted = (file.content_key(), "tensorrt", draft, draft_head.key())
+    wanted = (file.content_key(), exporter_version(), "tensorrt", draft, draft_head.key())
     with contextlib.suppress(EngineError):  # nothing there, or not usable: to be exported
         found = load_manifest(output)
-        if (found.content_key, found.target, found.has_draft, found.draft_head_key) == wanted:
+        if (found.content_key, found.exporter, found.target, found.has_draft, found.draft_head_key) == wanted:
             with _told_if_damaged():
                 verify_whole(output, found)
                 return output

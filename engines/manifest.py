@@ -56,7 +56,8 @@ class Manifest:
 
     `files` maps a role (trunk, draft, replay, weights, ...) to [file name, size], `digests` to its `file_digest`. The
     role draft_ids, the token of each row of the draft's logits as int32, is there when those are not all tokens.
-    draft_head_key: `engines.draft_head.DraftHeadOptions.key` of the export."""
+    draft_head_key: `engines.draft_head.DraftHeadOptions.key` of the export. exporter: `export.version` of what made it;
+    empty: not known."""
 
     model_name: str
     content_key: str
@@ -67,6 +68,7 @@ class Manifest:
     digests: dict[str, str]
     notes: tuple[str, ...] = field(default=())
     draft_head_key: str = ""
+    exporter: str = ""
     read_nbytes: dict[str, int] = field(default_factory=dict)  # of weights, by a pass of each role; empty: not known
     whole: dict[str, str] = field(default_factory=dict)  # `engines.whole_files` of large files; empty: not known
     format_version: int = FORMAT_VERSION
@@ -74,6 +76,12 @@ class Manifest:
     @property
     def has_draft(self) -> bool:
         return self.geometry.draft_layer is not None
+
+    @property
+    def _cure(self) -> str:
+        if self.target == "tensorrt":
+            return "give the .gguf to `python -m engines.build` again"
+        return "run `python -m export` again"
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` whole or not at all (temporary name, fsync, rename)."""
@@ -94,7 +102,7 @@ class Manifest:
         if path.parent != folder or found != size:
             raise EngineError(
                 f"{path}: {'missing' if found is None else f'{found} bytes'}, the manifest says {size} bytes;"
-                " the export is damaged, run `python -m export` again"
+                f" the export is damaged, {self._cure}"
             )
         return path
 
@@ -109,11 +117,8 @@ class Manifest:
             if digest != self.digests.get(role):
                 raise self.damaged(path)
 
-    @staticmethod
-    def damaged(path: Path) -> EngineError:
-        return EngineError(
-            f"{path}: its content is not what was exported; the file is damaged, run `python -m export` again"
-        )
+    def damaged(self, path: Path) -> EngineError:
+        return EngineError(f"{path}: its content is not what was exported; the file is damaged, {self._cure}")
 
 
 def file_digest(path: Path) -> str:
@@ -161,6 +166,7 @@ def load_manifest(folder: Path) -> Manifest:
             digests=dict(raw["digests"]),
             notes=_tuples(raw["notes"]),
             draft_head_key=str(raw["draft_head_key"]),
+            exporter=str(raw.get("exporter", "")),
             read_nbytes={role: int(nbytes) for role, nbytes in raw.get("read_nbytes", {}).items()},
             whole={role: str(digest) for role, digest in raw.get("whole", {}).items()},
         )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
+
 from engines.engine_manifest import Engine, EngineManifest, EngineOptions, Profile, pool_size
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Geometry, Manifest
@@ -24,17 +26,30 @@ _WORKSPACE_FACTOR = 2
 _CONTEXT_STEP = 256
 
 
+def form_of(role: str, model: onnx.ModelProto, lowering: str) -> LayerForm:
+    """A model in TensorRT form, lowered as the option says."""
+    return merge_layers(model, f"{role}.packs") if lowering == "layers" else LayerForm(model)
+
+
+def sized(form: LayerForm, geometry: Geometry, options: EngineOptions) -> onnx.ModelProto:
+    """The model to build: its caches of the kind asked for, all sizes but T and R numbers."""
+    model = with_int8_caches(form.model) if options.kv_cache == "int8" else form.model
+    return fix_sizes(model, {"P": pool_size(geometry, options.max_rows), "L": options.context})
+
+
+def profiles(role: str, options: EngineOptions) -> tuple[Profile, ...]:
+    """Decode and verify, where the trunk gives logits of every row and the head of one; prefill, one row."""
+    rows = options.max_rows if role == "trunk" else 1
+    return Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, 1)
+
+
 def planned_engines(forms: Mapping[str, LayerForm], geometry: Geometry, options: EngineOptions) -> EngineManifest:
     """The manifest that `engines.build` would write, without what only a build knows."""
     made, weights = {}, {}
     for role, form in forms.items():
-        model = with_int8_caches(form.model) if options.kv_cache == "int8" else form.model
-        sizes = {"P": pool_size(geometry, options.max_rows), "L": options.context}
-        inputs, outputs = bindings(fix_sizes(model, sizes))
-        rows = options.max_rows if role == "trunk" else 1
-        profiles = Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, 1)
-        names = tuple(each.name for each in external_weights(form.model))
-        made[role] = Engine(f"{role}.engine", form.model.ByteSize(), "", inputs, outputs, profiles, names, form.notes)
+        inputs, outputs = bindings(sized(form, geometry, options))
+        names, limits = tuple(each.name for each in external_weights(form.model)), profiles(role, options)
+        made[role] = Engine(f"{role}.engine", form.model.ByteSize(), "", inputs, outputs, limits, names, form.notes)
         weights.update(weight_places(form))
     return EngineManifest("", "", "", "", "", options, made, weights)
 
@@ -53,10 +68,7 @@ def fitting_context(folder: Path, manifest: Manifest, options: EngineOptions, fr
     limit = manifest.geometry.context_length
     options = replace(options, context=limit, prefill_chunk=min(options.prefill_chunk, limit))
     models = {role: load_graph(manifest.file(folder, role)) for role in ROLES if role in manifest.files}
-    merged = options.lowering == "layers"
-    forms = {
-        role: merge_layers(model, f"{role}.packs") if merged else LayerForm(model) for role, model in models.items()
-    }
+    forms = {role: form_of(role, model, options.lowering) for role, model in models.items()}
     activations = planned_activations(forms, manifest.geometry, options.prefill_chunk)
     engines = planned_engines(forms, manifest.geometry, options)
     plan = plan_memory(engines, manifest.geometry, forms, activations)

@@ -25,6 +25,7 @@ from export.plugin_limits import check_plugins_take
 from export.raw_weights import RawWeightStore, place_gguf
 from export.read_sizes import read_nbytes
 from export.tokenizer import write_tokenizer
+from export.version import exporter_version
 from export.weights import ALIGNMENT, WeightStore
 
 WEIGHTS_NAME = "weights.bin"
@@ -113,6 +114,7 @@ def _write_all(
         digests={role: file_digest(part / name) for role, name in files.items()},
         notes=tuple(notes),
         draft_head_key=draft_head.key(),
+        exporter=exporter_version(),
         whole=whole_digests(part, files) if target == "tensorrt" else {},  # which `engines.build` looks at
         read_nbytes={role: read_nbytes(part / files[role]) for role in ("trunk", "draft") if role in files},
     )

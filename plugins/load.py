@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from engines.errors import EngineError
 from plugins.ops import OPS, VERSION
 
 LIBRARY_NAME = "libnextn_plugins.so"
+KERNELS_NAME = "libnextn_kernels.so"  # beside it
 _LISTEN = "nextn_listen"
 _HERE = Path(__file__).resolve().parent
 # Where an installation leaves the library, and, if this is a source tree, a build there.
@@ -61,7 +61,7 @@ def tensorrt() -> TensorRT:
         return TensorRT(module, name, version)
     raise EngineError(
         "no TensorRT package found (tensorrt_rtx or tensorrt); install one, for example "
-        "`pip install tensorrt-rtx-cu13`, or use the onnxruntime backend"
+        "`pip install tensorrt-rtx-cu13`, or run the .gguf itself, on ONNX Runtime"
     )
 
 
@@ -170,12 +170,15 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def library_digest(library: Path) -> str:
-    """Hex digest of the plugin library and the kernels beside it: what an engine was built against."""
+    """Hex digest of the plugin library and the kernels beside it: what an engine was built against.
+
+    Raises EngineError when either cannot be read."""
     import hashlib
 
     digest = hashlib.blake2b(digest_size=16)
-    for name in (library.name, "libnextn_kernels.so"):
-        path = library.with_name(name)
-        if os.path.exists(path):
+    for path in (library, library.with_name(KERNELS_NAME)):
+        try:
             digest.update(path.read_bytes())
+        except OSError as error:
+            raise EngineError(f"{path}: cannot be read ({error.strerror}); build the plugins again") from error
     return digest.hexdigest()

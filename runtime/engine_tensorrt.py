@@ -56,8 +56,11 @@ def open_engines(
     roles = ["trunk", "draft"] if draft and "draft" in engines.engines else ["trunk"]
     draft_tokens = _draft_tokens(folder, engines, manifest) if "draft" in roles else DraftTokens(0)
     choice = TokenChoice(library, device, stream, engines.options.max_rows)
+    free_and_total = cuda.free_and_total_bytes()  # before engines are loaded, which take memory that is planned
+    _plan(engines, manifest.geometry, roles, 0, num_sequences, *free_and_total)
     sessions = {role: EngineSession(loader, folder, engines, role, stream) for role in roles}
-    plan = _plan(engines, manifest.geometry, sessions, num_sequences)
+    activations = max(session.activation_nbytes for session in sessions.values())  # what only loaded engines tell
+    plan = _plan(engines, manifest.geometry, roles, activations, num_sequences, *free_and_total)
 
     shared = Shared(
         stream=stream,
@@ -92,13 +95,17 @@ def engine_limits(folder: Path) -> EngineLimits:
 
 
 def _plan(
-    engines: EngineManifest, geometry: Geometry, sessions: dict[str, EngineSession], num_sequences: int
+    engines: EngineManifest,
+    geometry: Geometry,
+    roles: Sequence[str],
+    activations: int,
+    num_sequences: int,
+    free: int,
+    total: int,
 ) -> MemoryPlan:
-    """What opened sessions will need, before it is taken. num_sequences: as in `open_engines`. Raises ResourceError."""
-    activations = max(session.activation_nbytes for session in sessions.values())
+    """What engines will need of ``free`` bytes. num_sequences: as in `open_engines`. Raises ResourceError."""
     numbers: Sequence[int] = [num_sequences] if num_sequences else range(SEQUENCES_DEFAULT, 0, -1)
-    plans = [plan_memory(engines, geometry, sessions, activations, number) for number in numbers]
-    free, total = cuda.free_and_total_bytes()
+    plans = [plan_memory(engines, geometry, roles, activations, number) for number in numbers]
     plan = next((plan for plan in plans if plan.fits(free)), plans[-1])
     plan.check(free, total)
     return plan

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from engines.errors import EngineError
+from plugins.load import KERNELS_NAME
 from runtime import noise
 from runtime.cuda import Device, DeviceBuffer, Stream, check_launch, has_no_kernel
 from runtime.engine import Sampler
 from runtime.sampling import ParamsSampler, SamplingParams
 
-KERNELS_NAME = "libnextn_kernels.so"
 _PDL = 1
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -16,6 +16,8 @@ from tests.named_inputs import write_named
 
 if TYPE_CHECKING:
     from tests.exported import Exported
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +67,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-ray", action="store_true", help="fail, instead of skipping, when Ray is not installed")
 
     parser.addoption(
+        "--never-skip", action="store_true", help="a test that is skipped, for whatever it lacks, has failed"
+    )
+
+    parser.addoption(
         "--prepared", metavar="DIR", help="what the GPU tests read, made by `python -m tests.gpu.prepare DIR`"
     )
 
@@ -98,10 +104,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "browser": _no_browser(),
         "peer": None if _installed("llama_cpp_py_sync") else "needs llama.cpp, of the extra 'test' on Linux x86-64",
     }
+    if config.getoption("--require-gpu") and lacking["trt"] and any(item.get_closest_marker("trt") for item in items):
+        raise pytest.UsageError("--require-gpu: tests of engines are among these, and no TensorRT package is installed")
     for item in items:
         for marker, reason in lacking.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _not_skipped(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _not_skipped(collector.config, (yield))
+
+
+def _not_skipped(config: pytest.Config, report: Report) -> Report:
+    """The report, a failure where it says "skipped" and --never-skip was given."""
+    if report.skipped and config.getoption("--never-skip") and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"skipped, despite --never-skip: {report.longrepr}"
+    return report
 
 
 def _sample(items: list[pytest.Item], n: int) -> list[pytest.Item]:

@@ -48,7 +48,7 @@ private:
 
 OpInfo const& gatedAttentionLayerInfo() {
     static OpInfo const info = {"GatedAttentionLayer", LayerOp::attributes(AttentionGeometry::attributes()),
-                                makeChecked<GatedAttentionLayer>};
+                                makeOp<GatedAttentionLayer>};
     return info;
 }
 

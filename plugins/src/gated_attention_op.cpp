@@ -11,7 +11,7 @@ class GatedAttention final : public Op {
 public:
     explicit GatedAttention(Attributes const& a) : mAttention(a), mEpsilon(a.number("epsilon")) {}
 
-    std::string contradiction() const { return mAttention.contradiction(); }
+    std::string contradiction() const override { return mAttention.contradiction(); }
 
     TensorTypes types() const override {
         return {{DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT, DataType::kFLOAT, mAttention.cacheDtype()},
@@ -67,7 +67,7 @@ private:
 }  // namespace
 
 OpInfo const& gatedAttentionInfo() {
-    static OpInfo const info = {"GatedAttention", AttentionGeometry::attributes(), makeChecked<GatedAttention>};
+    static OpInfo const info = {"GatedAttention", AttentionGeometry::attributes(), makeOp<GatedAttention>};
     return info;
 }
 

@@ -46,7 +46,7 @@ private:
 
 OpInfo const& gatedDeltaNetLayerInfo() {
     static OpInfo const info = {"GatedDeltaNetLayer", LayerOp::attributes(DeltaNetGeometry::attributes()),
-                                makeChecked<GatedDeltaNetLayer>};
+                                makeOp<GatedDeltaNetLayer>};
     return info;
 }
 

@@ -10,7 +10,7 @@ class GatedDeltaNet final : public Op {
 public:
     explicit GatedDeltaNet(Attributes const& a) : mNet(a), mEpsilon(a.number("epsilon")) {}
 
-    std::string contradiction() const { return mNet.contradiction(); }
+    std::string contradiction() const override { return mNet.contradiction(); }
 
     TensorTypes types() const override {
         return {{DataType::kFLOAT, DataType::kFLOAT, DataType::kINT32, DataType::kFLOAT},
@@ -67,7 +67,7 @@ private:
 }  // namespace
 
 OpInfo const& gatedDeltaNetInfo() {
-    static OpInfo const info = {"GatedDeltaNet", DeltaNetGeometry::attributes(), makeChecked<GatedDeltaNet>};
+    static OpInfo const info = {"GatedDeltaNet", DeltaNetGeometry::attributes(), makeOp<GatedDeltaNet>};
     return info;
 }
 

@@ -11,7 +11,7 @@ class KQuantEmbedding final : public Op {
 public:
     explicit KQuantEmbedding(Attributes const& a) : mType(a.integer("type")), mBlock(blockSize(mType)) {}
 
-    std::string contradiction() const {
+    std::string contradiction() const override {
         return mBlock.values ? "" : "no kernel for GGML type " + std::to_string(mType);
     }
 
@@ -43,16 +43,10 @@ private:
     BlockSize mBlock;
 };
 
-std::unique_ptr<Op> make(Attributes const& attributes, std::string* error) {
-    auto op = std::make_unique<KQuantEmbedding>(attributes);
-    *error = op->contradiction();
-    return error->empty() ? std::move(op) : nullptr;
-}
-
 }  // namespace
 
 OpInfo const& kquantEmbeddingInfo() {
-    static OpInfo const info = {"KQuantEmbedding", {{"type", AttributeKind::kINT}}, make};
+    static OpInfo const info = {"KQuantEmbedding", {{"type", AttributeKind::kINT}}, makeOp<KQuantEmbedding>};
     return info;
 }
 

@@ -13,7 +13,7 @@ public:
         : mTypes(a.integers("types")), mNorm(a.integer("has_norm") != 0), mResidual(a.integer("has_residual") != 0),
           mSwiglu(a.integer("swiglu") != 0), mEpsilon(a.number("epsilon")) {}
 
-    std::string contradiction() const {
+    std::string contradiction() const override {
         size_t const count = mTypes.size();
         if (count < 1 || count > NEXTN_MAX_MATRICES) return std::to_string(count) + " matrices; takes 1 to 4";
         for (int32_t type : mTypes)
@@ -107,7 +107,7 @@ OpInfo const& kquantMatmulInfo() {
                                  {"has_residual", AttributeKind::kINT},
                                  {"swiglu", AttributeKind::kINT},
                                  {"epsilon", AttributeKind::kFLOAT}},
-                                makeChecked<KQuantMatmul>};
+                                makeOp<KQuantMatmul>};
     return info;
 }
 

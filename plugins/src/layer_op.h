@@ -12,7 +12,7 @@ public:
 
     static std::vector<AttributeSpec> attributes(std::vector<AttributeSpec> const& mixer);
 
-    std::string contradiction() const;
+    std::string contradiction() const final;
     std::string refuse(std::vector<nvinfer1::Dims> const& in) const final;
     DimsExprs outputShape(int32_t output, DimsExprs const* in, IExprBuilder& builder) const final;
     size_t workspace(std::vector<nvinfer1::Dims> const& in, int32_t tokens) const final;

@@ -29,6 +29,8 @@ struct TensorTypes {
 class Op {
 public:
     virtual ~Op() = default;
+    // Why no op has these attributes, or "".
+    virtual std::string contradiction() const { return ""; }
     virtual TensorTypes types() const = 0;
     // Why these inputs are refused, or "". Dimensions of -1 are not known yet.
     virtual std::string refuse(std::vector<nvinfer1::Dims> const& inputs) const = 0;
@@ -51,9 +53,8 @@ struct OpInfo {
     std::unique_ptr<Op> (*make)(Attributes const& attributes, std::string* error);
 };
 
-// `make` of an op that says itself when its attributes contradict each other.
 template <typename T>
-std::unique_ptr<Op> makeChecked(Attributes const& attributes, std::string* error) {
+std::unique_ptr<Op> makeOp(Attributes const& attributes, std::string* error) {
     auto op = std::make_unique<T>(attributes);
     *error = op->contradiction();
     return error->empty() ? std::move(op) : nullptr;

@@ -102,25 +102,20 @@ private:
     float mEpsilon;
 };
 
-template <typename T>
-std::unique_ptr<Op> make(Attributes const& attributes, std::string*) {
-    return std::make_unique<T>(attributes);
-}
-
 }  // namespace
 
 OpInfo const& rmsNormInfo() {
-    static OpInfo const info = {"RmsNorm", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNorm>};
+    static OpInfo const info = {"RmsNorm", {{"epsilon", AttributeKind::kFLOAT}}, makeOp<RmsNorm>};
     return info;
 }
 
 OpInfo const& rmsNormRowsInfo() {
-    static OpInfo const info = {"RmsNormRows", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNormRows>};
+    static OpInfo const info = {"RmsNormRows", {{"epsilon", AttributeKind::kFLOAT}}, makeOp<RmsNormRows>};
     return info;
 }
 
 OpInfo const& rmsNormPairInfo() {
-    static OpInfo const info = {"RmsNormPair", {{"epsilon", AttributeKind::kFLOAT}}, make<RmsNormPair>};
+    static OpInfo const info = {"RmsNormPair", {{"epsilon", AttributeKind::kFLOAT}}, makeOp<RmsNormPair>};
     return info;
 }
 

@@ -39,12 +39,10 @@ private:
     float mFactor;
 };
 
-std::unique_ptr<Op> make(Attributes const& attributes, std::string*) { return std::make_unique<RopeTables>(attributes); }
-
 }  // namespace
 
 OpInfo const& ropeTablesInfo() {
-    static OpInfo const info = {"RopeTables", {{"factor", AttributeKind::kFLOAT}}, make};
+    static OpInfo const info = {"RopeTables", {{"factor", AttributeKind::kFLOAT}}, makeOp<RopeTables>};
     return info;
 }
 

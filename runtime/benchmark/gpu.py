@@ -11,11 +11,10 @@ from typing import Any
 
 from engines.engine_manifest import load_engine_manifest
 from engines.errors import EngineError
-from plugins.load import find_library
+from plugins.load import KERNELS_NAME, find_library
 from runtime import cuda
 from runtime.benchmark.machine import GpuWatch
 from runtime.session import Session
-from runtime.token_choice import KERNELS_NAME
 
 # Far more than any cache holds.
 _READ_BYTES = 2 << 30

@@ -190,6 +190,21 @@ def test_rebuilt_only_when_something_changed(folder: Path) -> None:
 
 
 @pytest.mark.trt
+def test_another_exporter_or_library_or_tensorrt_builds_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_engines(folder, OPTIONS)
+    chosen = build.tensorrt()
+    for name, other in (
+        ("exporter_version", lambda: "another"),
+        ("library_digest", lambda library: "another"),
+        ("tensorrt", lambda: replace(chosen, version=f"{chosen.version}.1")),
+        ("_BUILDER_VERSION", 0),
+    ):
+        monkeypatch.setattr(build, name, other)
+        assert build_engines(folder, OPTIONS)[1], name
+        assert not build_engines(folder, OPTIONS)[1], name
+
+
+@pytest.mark.trt
 def test_a_failed_build_keeps_the_old_engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, _ = build_engines(folder, OPTIONS)
 

@@ -17,12 +17,12 @@ from engines.cache import (
     default_cache_dir,
     entries,
     entry_name,
-    exporter_version,
     main,
     part_name,
     to_remove,
 )
 from engines.draft_head import DraftHeadOptions
+from export.version import exporter_version
 from runtime.model_cache import exported_folder
 
 KEY = "0123456789abcdef" * 2 + "01234567"

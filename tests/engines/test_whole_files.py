@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_a_damaged_export_is_refused(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(manifest), "verify", lambda self, folder: None)
     for act in (verify_whole, lambda folder, manifest: build_engines(folder, OPTIONS)):
         with pytest.raises(
-            EngineError, match=r"model\.gguf: its content is not what was exported; the file is damaged"
+            EngineError, match=r"model\.gguf: its content is not .* give the \.gguf to `python -m engines\.build` again"
         ):
             act(folder, manifest)
 
@@ -91,3 +92,10 @@ def test_with_its_model_it_is_exported_anew(tiny: Tiny, folder: Path, capsys: py
     assert "model.gguf: its content is not what was exported; exporting the model anew" in said
     assert (folder / "model.gguf").read_bytes() == model.read_bytes()
     verify_whole(folder, load_manifest(folder))
+
+
+def test_an_export_of_another_version_is_made_anew(tiny: Tiny, folder: Path) -> None:
+    made = load_manifest(folder)
+    replace(made, exporter="another").save(folder)
+    exported_folder(tiny("q4_k_m"), folder, True, WHOLE_HEAD)
+    assert load_manifest(folder) == made

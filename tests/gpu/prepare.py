@@ -59,6 +59,7 @@ TEXT_TOKENS = 88
 # Drafts a round of the recorded acceptance.
 DRAFTS = 3
 _LEVELS = 4095
+_CANONICAL = ".canonical"  # exports for ONNX Runtime
 ONNXRUNTIME, LLAMACPP = "onnxruntime", "llamacpp"
 
 
@@ -67,7 +68,9 @@ def prepare(folder: Path, plugins: Path | None = None) -> Path:
     # Not at the top: a machine that only reads what was prepared has no exporter.
     from engines.build import build_engines
     from export.exporter import export_model
+    from export.version import exporter_version
 
+    _forget_but_of(exporter_version(), folder)
     for name in (*MODELS, CUT_HEAD):
         model = model_file(folder, name)
         if not _is_current(folder / name):
@@ -106,13 +109,23 @@ def _draft_head(name: str) -> DraftHeadOptions:
     return _CUT if name == CUT_HEAD else DraftHeadOptions()
 
 
-def _is_current(folder: Path) -> bool:
-    """Whether the folder is an export that this version of the project builds engines of."""
-    from engines.network import load_graph
+def _forget_but_of(version: str, folder: Path) -> None:
+    """Remove exports, and logits and counts got from them, unless that version of the exporter made them."""
+    stamp = folder / "exporter"
+    if stamp.is_file() and stamp.read_text() == version:
+        return
+    for name in (*MODELS, CUT_HEAD, ACCURACY, _CANONICAL):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (*folder.glob("*.npz"), *folder.glob(f"*.{ONNXRUNTIME}.json")):
+        path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(version)
 
+
+def _is_current(folder: Path) -> bool:
+    """Whether the folder is a whole export."""
     try:
-        for role in ("trunk", "draft"):
-            load_graph(load_manifest(folder).file(folder, role))
+        load_manifest(folder).verify(folder)
     except EngineError:
         return False
     return True
@@ -152,10 +165,10 @@ def _canonical(folder: Path, name: str) -> Exported:
     from tests.exported import export
     from tests.rounded_caches import with_rounded_caches
 
-    exported = export(model_file(folder, name), folder / ".canonical" / name, _draft_head(name))
+    exported = export(model_file(folder, name), folder / _CANONICAL / name, _draft_head(name))
     if not name.endswith(INT8_CACHES):
         return exported
-    rounded = folder / ".canonical" / f"{name}.rounded"
+    rounded = folder / _CANONICAL / f"{name}.rounded"
     shutil.rmtree(rounded, ignore_errors=True)
     return with_rounded_caches(exported, rounded, "int8")
 

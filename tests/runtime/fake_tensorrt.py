@@ -98,7 +98,7 @@ def toy_manifest() -> Manifest:
 @dataclass
 class FakeModule:
     """Stands in for the TensorRT module. reason: why engines do not load, if they do not. draft_ids: those of
-    `write_engines`."""
+    `write_engines`. A loaded engine takes as much device memory as its file has bytes."""
 
     fake: FakeCuda
     reason: str = ""
@@ -114,6 +114,7 @@ class FakeModule:
         if self.reason:
             tensorrt_session.logger().log(self.reason)
             return None
+        self.fake.free -= len(data)
         return FakeEngine(self.fake, _engine(data.decode(), self.draft_ids), self.draft_ids)
 
 

@@ -50,14 +50,14 @@ class DynamicLibNotFoundError(RuntimeError):
 
 def test_no_driver(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.cuda.errors["cudaGetDeviceCount"] = 35
-    refused(folder, EngineError, "no NVIDIA driver", "onnxruntime")
+    refused(folder, EngineError, "no NVIDIA driver", "run the .gguf itself, on ONNX Runtime")
 
     def missing(self: FakeCuda) -> int:
         raise DynamicLibNotFoundError("libcuda.so.1")
 
     gpu.cuda.errors.clear()
     monkeypatch.setattr(FakeCuda, "_cudaGetDeviceCount", missing)
-    refused(folder, EngineError, "no NVIDIA driver", "onnxruntime")
+    refused(folder, EngineError, "no NVIDIA driver", "run the .gguf itself, on ONNX Runtime")
 
 
 def test_no_cuda_package(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +125,20 @@ def test_plugin_library_missing(gpu: FakeGpu, folder: Path, monkeypatch: pytest.
 
 
 def test_too_little_memory_is_said_before_any_is_taken(gpu: FakeGpu, folder: Path) -> None:
-    gpu.cuda.free = 1 << 20
+    gpu.cuda.free, gpu.module.reason = 1 << 20, "nor is any engine loaded before that"
     message = refused(folder, ResourceError, "weights", "KV caches", "recurrent states", "activations")
     assert "1.0 MB of 17.18 GB are free" in message and "smaller quantisation" in message
     assert "--context" not in message  # none would fit
     assert sum(gpu.cuda.allocated.values()) < 4096
+
+
+def test_loaded_engines_are_planned_once(gpu: FakeGpu, folder: Path) -> None:
+    """What they take is part of the plan, which is held against the memory there was before."""
+    engines = load_engine_manifest(folder)
+    activations = 1001  # of the profile that needs most
+    gpu.cuda.free = plan_memory(engines, GEOMETRY, ["trunk", "draft"], activations).total + RESERVE_BYTES
+    open_engines(folder, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
+    refused(folder, ResourceError, "not enough GPU memory")  # less by the engines that were loaded
 
 
 def test_the_largest_context_that_fits_is_named(gpu: FakeGpu, folder: Path) -> None:
