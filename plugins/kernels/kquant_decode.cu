@@ -3,7 +3,7 @@
 //   block = ks consumer warps + 1 producer warp, persistent; a tile is 16 rows, blocks take them in turns.
 //   ring stage = 16 rows x ks superblocks of one tile, a bulk copy for 1 to 4 rows (16-byte cp.async below 9.0)
 //   a consumer warp owns one superblock of each chunk of ks of every tile, its activations come from quantize_rows and live
-//   in registers; one token against rows of one chunk has a kernel of its own (kquant_decode_one.cu, same bits)
+//   in registers; rows of one chunk have kernels of their own (kquant_decode_one.cu, kquant_decode_few.cu, same bits)
 //   an RMSNorm's 1/rms is a factor of the whole row, so it is applied to the finished sums
 //   a pair of tiles walks all chunks, then the warps' partial sums meet in shared memory in warp order
 // Every choice that fixes the order of a sum (ks, chunks) follows from k, type and device, never from t.
@@ -55,10 +55,6 @@ __device__ __forceinline__ void reduce_pair(const DecodeParams& p, const UnitRan
         store(p, tile_at(p, units.tile(p, first + i)), row_of_lane(p, lane >> 2, half), token, sum);
     }
 }
-
-// Which superblock of each chunk is a warp's. Odd ones of Q6_K take longer: every four warps, which share a scheduler, get
-// two of each.
-__device__ __forceinline__ int own_superblock(int warp, int ks) { return ks % 8 ? warp : warp ^ (warp >> 2 & 1); }
 
 template <int TYPE, int NT>
 __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_decode_kernel(const __grid_constant__ DecodeParams p) {
@@ -126,6 +122,7 @@ size_t partial_bytes(int ks, int groups) { return sizeof(float) * 2 * ks * kPAIR
 struct Plan {
     int ks, chunks, together, row_stride, stages, per_sm;
     size_t smem;
+    bool one, few;  // a kernel of its own for one token, for several
 };
 Plan plan_for(const NextnMatmul& m, int type, const DeviceLimits& d) {
     const int supers = m.k / kSUPER;
@@ -148,9 +145,12 @@ Plan plan_for(const NextnMatmul& m, int type, const DeviceLimits& d) {
         const size_t room = static_cast<size_t>(d.smem_per_sm) / plan.per_sm - 2048;
         const size_t all = min(room, static_cast<size_t>(d.smem_per_block) - 1024);
         if (partial_bytes(plan.ks, 2) + 3 * stage > all && plan.ks > 4) continue;
-        const bool one = takes_one_token(m, type, plan.chunks);
-        const size_t partial =
-            one ? one_token_bytes(plan.ks) : partial_bytes(plan.ks, ceil_div(m.t, kGroupTokens));
+        const bool own_kernel = plan.chunks == 1 && alike;
+        plan.one = own_kernel && m.t == 1;
+        plan.few = own_kernel && m.t > 1 && few_tokens_bytes(plan.ks) + 3 * stage <= all;
+        const size_t partial = plan.one   ? one_token_bytes(plan.ks)
+                               : plan.few ? few_tokens_bytes(plan.ks)
+                                          : partial_bytes(plan.ks, ceil_div(m.t, kGroupTokens));
         plan.stages = static_cast<int>(min((all - partial) / stage, static_cast<size_t>(kMAX_RING)));
         plan.smem = plan.stages * stage + partial;
         return plan;
@@ -170,7 +170,7 @@ bool decode_quantizes_itself(const NextnMatmul& m, int type, const DeviceLimits&
     // either costs more than a launch
     int64_t rows = 0;
     for (int i = 0; i < m.n_matrices; ++i) rows += m.matrix[i].type == type ? m.matrix[i].n : 0;
-    return rows >= kROWS * limits.sm_count && takes_one_token(m, type, plan_for(m, type, limits).chunks);
+    return rows >= kROWS * limits.sm_count && plan_for(m, type, limits).one;
 }
 
 cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const QuantizedRows& quantized,
@@ -205,7 +205,8 @@ cudaError_t kquant_decode(const NextnMatmul& m, int first, int count, const Quan
     l.block = dim3(32 * (plan.ks + 1));
     l.smem = plan.smem;
     l.pdl = m.flags & NEXTN_PDL;
-    if (takes_one_token(m, type, plan.chunks)) return kquant_decode_one(type, l, p, stream);
+    if (plan.one) return kquant_decode_one(type, l, p, stream);
+    if (plan.few) return kquant_decode_few(type, l, p, stream);
     switch (type) {
         case kNEXTN_Q4_K: return launch_type<kNEXTN_Q4_K>(l, p, stream);
         case kNEXTN_Q5_K: return launch_type<kNEXTN_Q5_K>(l, p, stream);

@@ -123,6 +123,10 @@ __device__ __forceinline__ void consumer_barrier(int warps) {
     asm volatile("bar.sync 1, %0;" ::"r"(32 * warps) : "memory");
 }
 
+// Which superblock of each chunk is a warp's. Odd ones of Q6_K take longer: every four warps, which share a scheduler, get
+// two of each.
+__device__ __forceinline__ int own_superblock(int warp, int ks) { return ks % 8 ? warp : warp ^ (warp >> 2 & 1); }
+
 struct Barriers {
     uint64_t full[kMAX_RING], empty[kMAX_RING];
     __device__ __forceinline__ void init(const DecodeParams& p) {
@@ -155,9 +159,11 @@ struct UnitRange {
     }
 };
 
-// One token against rows of one chunk (kquant_decode_one.cu).  Partial sums need one_token_bytes(ks) of shared memory.
-bool takes_one_token(const NextnMatmul& m, int type, int chunks);
+// One token, and 2 to 8, against rows of one chunk; those of Q6_K must begin alike modulo 16.  Partial sums need so many
+// bytes of shared memory.
 size_t one_token_bytes(int ks);
+size_t few_tokens_bytes(int ks);
 cudaError_t kquant_decode_one(int type, const Launch& l, const DecodeParams& p, cudaStream_t stream);
+cudaError_t kquant_decode_few(int type, const Launch& l, const DecodeParams& p, cudaStream_t stream);
 
 }  // namespace nextn

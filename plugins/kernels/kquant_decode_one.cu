@@ -106,11 +106,6 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_one_kernel(const
 
 }  // namespace
 
-// Rows of Q6_K must begin alike modulo 16.
-bool takes_one_token(const NextnMatmul& m, int type, int chunks) {
-    return m.t == 1 && chunks == 1 && (type != kNEXTN_Q6_K || m.k / kSUPER % 8 == 0);
-}
-
 size_t one_token_bytes(int ks) { return sizeof(float) * 2 * ks * kGROUP_ROWS; }
 
 cudaError_t kquant_decode_one(int type, const Launch& l, const DecodeParams& p, cudaStream_t stream) {

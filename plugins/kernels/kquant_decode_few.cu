@@ -1,0 +1,128 @@
+// The decode matmul for 2 to 8 tokens: as kquant_decode.cu, with rows of one chunk.  The sums of several tiles meet at once.
+#include "few_tokens.cuh"
+#include "kquant_decode.cuh"
+
+namespace nextn {
+namespace {
+
+// Tiles whose sums meet at once; even, so that gate and up do.
+template <int NT>
+constexpr int kGROUP = 8 / NT;
+constexpr int kTILE = 64;  // sums of a tile for a group of tokens: [row half][lane]
+
+// Sum the warps' partials of `count` tiles.  partial: [warp][tile][group of tokens][row half][lane]; factor: [token].
+template <int NT>
+__device__ __forceinline__ void reduce_group(const DecodeParams& p, const UnitRange& units, const float* partial,
+                                             const float* factor, int first, int count) {
+    constexpr int kSTEP = kTILE * NT, kWARP = kGROUP<NT> * kSTEP;
+    const int outputs = (p.swiglu ? count / 2 : count) * kSTEP;
+    for (int e = threadIdx.x; e < outputs; e += 32 * p.ks) {
+        const int i = p.swiglu ? 2 * (e / kSTEP) : e / kSTEP, inside = e % kSTEP, lane = e & 31;
+        const int token = inside / kTILE * kGroupTokens + (lane & 3);
+        const auto sum_at = [&](int tile) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < kMAX_KS; ++w)
+                if (w < p.ks) sum = __fadd_rn(sum, partial[w * kWARP + tile * kSTEP + inside]);
+            return __fmul_rn(sum, factor[token]);
+        };
+        float sum = sum_at(i);
+        if (p.swiglu) sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), sum_at(i + 1));
+        store(p, tile_at(p, units.tile(p, first + i)), row_of_lane(p, lane >> 2, e >> 5 & 1), token, sum);
+    }
+}
+
+// All tiles of the block, by one consumer warp.  own: its superblock; stages: where it begins in a stage, row of lane.
+template <bool SHIFTED, int TYPE, int NT>
+__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, const uint8_t* own_rows,
+                                        Barriers& ring, float* partial, const float* factor,
+                                        const TokenOperand<TYPE, NT>& x, int own, int lane) {
+    constexpr int kWARP = kGROUP<NT> * kTILE * NT;
+    const int tiles = units.tiles(p), stage_size = stage_bytes(p), second = offset_of_second<TYPE>(p), q = lane & 3;
+    StageCursor at;
+    for (int v = 0, buffer = 0; v < tiles; v += kGROUP<NT>, buffer ^= 1) {
+        const int count = min(kGROUP<NT>, tiles - v);
+        float* group = partial + buffer * p.ks * kWARP;
+        float* mine = group + own * kWARP + lane;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            mbarrier_wait(ring.full + at.stage, at.phase);
+            const uint8_t* r0 = own_rows + at.stage * stage_size;
+            float y[NT][2] = {};
+            dot_few<SHIFTED>(r0, r0 + second, x, y, q, [&] {
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(ring.empty + at.stage);
+            });
+            at.next(p.stages);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                mine[n * kTILE] = y[n][0];
+                mine[n * kTILE + 32] = y[n][1];
+            }
+            mine += NT * kTILE;
+        }
+        // One barrier per group is enough: `partial` has two buffers, and a warp reaches the next barrier only after it
+        // has read this one's sums.
+        consumer_barrier(p.ks);
+        reduce_group<NT>(p, units, group, factor, v, count);
+    }
+}
+
+template <int TYPE, int NT>
+__global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_few_kernel(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(128) uint8_t smem[];
+    __shared__ __align__(8) Barriers ring;
+    __shared__ float factor[NEXTN_MAX_DECODE_T];
+    // by way of a shuffle, so that the compiler has uniform branches
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    const int stage_size = stage_bytes(p);
+    launch_dependents();
+    if (threadIdx.x == 0) ring.init(p);
+    __syncthreads();
+    const UnitRange units(p);
+    if (warp == p.ks) {  // the producer: weights do not depend on the launch before
+        const int tiles = units.tiles(p);
+        StageCursor at;
+        for (int v = 0; v < tiles; ++v, at.next(p.stages)) {
+            mbarrier_wait(ring.empty + at.stage, at.phase ^ 1);
+            produce<TYPE>(p, smem + at.stage * stage_size, ring.full + at.stage, tile_at(p, units.tile(p, v)), 0, lane);
+        }
+        return;
+    }
+    wait_for_predecessor();
+    const int own = own_superblock(warp, p.ks);
+    TokenOperand<TYPE, NT> x;
+    x.load(p.quantized, own, lane);
+    if (threadIdx.x < kGroupTokens * NT) factor[threadIdx.x] = __ldcg(p.quantized.factor + threadIdx.x);
+    float* partial = reinterpret_cast<float*>(smem + p.stages * stage_size);
+    const uint8_t* rows = smem + offset_of_row<TYPE>(p, lane >> 2) + own * kSuperBytes<TYPE>;
+    if constexpr (TYPE == kNEXTN_Q6_K) {
+        if (own & 1) {
+            shift_operand(x, lane);
+            consume<true>(p, units, rows, ring, partial, factor, x, own, lane);
+            return;
+        }
+    }
+    consume<false>(p, units, rows, ring, partial, factor, x, own, lane);
+}
+
+template <int TYPE>
+cudaError_t launch_few(const Launch& l, const DecodeParams& p, cudaStream_t stream) {
+    return p.t <= kGroupTokens ? launch(l, stream, kquant_few_kernel<TYPE, 1>, p)
+                               : launch(l, stream, kquant_few_kernel<TYPE, 2>, p);
+}
+
+}  // namespace
+
+size_t few_tokens_bytes(int ks) { return sizeof(float) * 2 * ks * kGROUP<1> * kTILE; }
+
+cudaError_t kquant_decode_few(int type, const Launch& l, const DecodeParams& p, cudaStream_t stream) {
+    switch (type) {
+        case kNEXTN_Q4_K: return launch_few<kNEXTN_Q4_K>(l, p, stream);
+        case kNEXTN_Q5_K: return launch_few<kNEXTN_Q5_K>(l, p, stream);
+        case kNEXTN_Q6_K: return launch_few<kNEXTN_Q6_K>(l, p, stream);
+        default: return cudaErrorInvalidValue;
+    }
+}
+
+}  // namespace nextn
