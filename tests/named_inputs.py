@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType as T
 from gguf import GGUFValueType
 
 from tests import known_text
+from tests.quantize import pack
 from tests.tiny_gguf import ARCHITECTURE, Spec, TinyModel, build
 
 # Every matrix row is a whole number of superblocks.
@@ -50,6 +51,7 @@ ARRAY_BOMB = (
     + struct.pack("<IIQ", GGUFValueType.ARRAY, GGUFValueType.UINT32, 1 << 63)
 )
 SPLIT_MAX_TENSORS = 20
+_WIDE_PERIOD = 89  # rows
 
 
 def write_named(name: str, folder: Path) -> Path:
@@ -168,6 +170,20 @@ def _type_without_dequantizer() -> TinyModel:
     return model
 
 
+def _wide() -> TinyModel:
+    """As wide as the layer kernel of compute capability 9.0 takes, in K-quants throughout. The rows of a layer's matrix
+    repeat after a while: quick to write, and small when packed."""
+    spec = replace(BLOCK_SPEC, embd=2048, ff=1024, layers=3, interval=3, head_dim=128, state=128)
+    model = build(spec)
+    for name, kind in model.types.items():
+        # Rows of four superblocks are too short for Q6_K there.
+        model.types[name] = T.Q5_K if name.endswith("ffn_down.weight") else kind
+        if name.startswith("blk."):
+            some = pack(model.tensors[name][:_WIDE_PERIOD], model.types[name])
+            model.raw[name] = np.resize(some, (len(model.tensors[name]), some.shape[1]))
+    return model
+
+
 def _norms_all_one() -> TinyModel:
     model = build(Spec())
     model.tensors = {name: np.ones_like(v) if "norm" in name else v for name, v in model.tensors.items()}
@@ -249,6 +265,7 @@ NAMED: dict[str, Callable[[Path], Path]] = {
     "split_kinds_in_pair": _model(_split_kinds_in_pair),
     "other_types": _model(_other_types),
     "type_without_dequantizer": _model(_type_without_dequantizer),
+    "wide": _model(_wide),
     # Numbers
     "norms_all_one": _model(_norms_all_one),
     "gdn_no_decay": _model(_decay(a=-1e-3, dt=-6.0)),

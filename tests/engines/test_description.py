@@ -147,6 +147,13 @@ def test_layer_kernels_follow_the_launcher() -> None:
         assert condition in body[0]
 
 
+def test_the_wide_model_runs_as_whole_layers(tiny: Tiny) -> None:
+    """On which the GPU tests of engines meet the layer kernel."""
+    facts = describe(tiny("wide")).facts["tensorrt"]
+    assert facts["trunk"]["layer_kernels"] == {layer_kernels.WHOLE: 2, layer_kernels.AROUND_MIXER: 1}
+    assert facts["draft"]["layer_kernels"] == {layer_kernels.AROUND_MIXER: 1}
+
+
 def _node(**changes: object) -> onnx.ModelProto:
     """A delta net layer of the 9B geometry with attributes changed, None: left out."""
     values = {"types": [12] * 8, "ffn_size": 12288, "v_heads": 32, "head_dim": 128, "conv_kernel": 4} | changes

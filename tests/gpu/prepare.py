@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Engines of single ops instead of whole layers, or with int8 KV caches, of the model that the rest of the name says.
 SINGLE_OPS, INT8_CACHES = ".ops", ".int8"
+# Whose layers are one kernel each on compute capability 9.0; the others are too narrow for that.
+WIDE = "wide"
 # The trained one; models of known text; random ones of various head sizes, tensor types and parts.
 TRAINED_MODELS = ("trained", f"trained{INT8_CACHES}")
 KNOWN_TEXT_MODELS = ("bigram_ring", "draft_perfect", "ring_stop_inside", "stops_at_once")
@@ -42,6 +44,7 @@ RANDOM_MODELS = (
     "other_types",
     "tied_no_head_norm",
     "yarn",
+    WIDE,
 )
 # Odd in one way that numbers show.
 ODD_MODELS = ("tied", "tied_copied", "norms_all_one", "gdn_no_decay", "gdn_fast_decay")

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from engines.errors import NumericError
+from runtime import cuda
 from runtime.engine import NO_CHOICE
 from runtime.sampling import SamplingParams
 from runtime.tensorrt_trunk import GREEDY
 from tests.gpu.checks import assert_same_bits, assert_same_state, check_rows_agree, run, token_ids
 from tests.gpu.conftest import Opened
-from tests.gpu.prepare import MAX_ROWS, RANDOM_MODELS, TRAINED_MODELS
+from tests.gpu.prepare import MAX_ROWS, RANDOM_MODELS, TRAINED_MODELS, WIDE
 from tests.peer.speculation import recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trt]
@@ -25,6 +26,20 @@ Open = Callable[[str], Opened]
 @pytest.mark.parametrize("name", [*TRAINED_MODELS, *RANDOM_MODELS])
 def test_rows_agree(opened: Open, name: str, start: int) -> None:
     check_rows_agree(opened(name), start)
+
+
+@pytest.mark.parametrize("rows", [1, 3, MAX_ROWS])
+def test_wide_layers_are_as_few_kernels_as_is_said(opened: Open, rows: int) -> None:
+    """Else the other tests of this model would be of single kernels. On other GPUs it depends on the shared memory."""
+    if cuda.open_device().compute_capability != (9, 0):
+        return
+    trunk, geometry = opened(WIDE).trunk, opened(WIDE).manifest.geometry
+    trunk.start(GREEDY)
+    trunk.verify([1] * rows)
+    kernels = trunk.memory.recorder._graphs["verify", rows].kernels
+    besides = 10  # embedding, rope, norm, LM head, token choice
+    # Attention: one before the mixer, two of it, one behind it.
+    assert kernels <= len(geometry.gdn_layers) + 4 * len(geometry.attention_layers) + besides
 
 
 @pytest.mark.parametrize("name", [*TRAINED_MODELS, *RANDOM_MODELS])
@@ -54,9 +69,10 @@ def test_head_rows_agree_bit_by_bit(opened: Open, name: str) -> None:
 
 @pytest.mark.parametrize("n_drafts", [1, 3, 7])
 @pytest.mark.parametrize("rows", [1, 2, MAX_ROWS, 40])
-def test_a_round_is_its_parts(opened: Open, rows: int, n_drafts: int) -> None:
+@pytest.mark.parametrize("name", ["trained", WIDE])
+def test_a_round_is_its_parts(opened: Open, name: str, rows: int, n_drafts: int) -> None:
     """Drafting and verifying in one graph gives the drafts, choices and state of the two calls, bit by bit."""
-    engines = opened("trained")
+    engines = opened(name)
     ids = token_ids(engines.vocab_size, 100, seed=rows)
     results = []
     for whole in (False, True):
@@ -87,7 +103,7 @@ def test_a_round_is_its_parts(opened: Open, rows: int, n_drafts: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 5, MAX_ROWS])
 @pytest.mark.parametrize("start", [0, 300])
-@pytest.mark.parametrize("name", TRAINED_MODELS)
+@pytest.mark.parametrize("name", [*TRAINED_MODELS, WIDE])
 def test_rollback(opened: Open, name: str, rows: int, start: int) -> None:
     """However many provisional tokens are kept, state and what follows are as if the others had never been."""
     engines = opened(name)

@@ -19,7 +19,7 @@ from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_trunk import TensorrtTrunk
 from tests.gpu.checks import assert_same_bits, assert_same_state
 from tests.gpu.conftest import Opened
-from tests.gpu.prepare import PREFILL_CHUNK, TRAINED_MODELS
+from tests.gpu.prepare import PREFILL_CHUNK, TRAINED_MODELS, WIDE
 from tests.peer.speculation import recorded
 from tests.runtime.serving import sampler_of, submit
 
@@ -106,7 +106,7 @@ class Turn:
 
 
 @pytest.mark.parametrize("n", [0, 3])
-@pytest.mark.parametrize("name", [*TRAINED_MODELS, "heads_256", "q4_k_m.ops"])
+@pytest.mark.parametrize("name", [*TRAINED_MODELS, "heads_256", "q4_k_m.ops", WIDE])
 def test_a_second_turn_is_that_of_a_cold_run(opened: Callable[[str], Opened], name: str, n: int) -> None:
     """Logits, state and text to the bit; in the sequence that kept the first turn and in another one, whose memory has
     held other things."""
