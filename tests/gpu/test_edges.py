@@ -16,7 +16,7 @@ from runtime.session import make_sampler
 from runtime.tensorrt_trunk import GREEDY
 from tests.gpu.checks import assert_same_bits, run, token_ids
 from tests.gpu.conftest import Opened
-from tests.gpu.prepare import MAX_ROWS, ONNXRUNTIME, PREFILL_CHUNK, read_reference, texts
+from tests.gpu.prepare import MAX_ROWS, ONNXRUNTIME, PREFILL_CHUNK, WIDE, read_reference, texts
 from tests.known_text import ENDLESS, RING
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trt]
@@ -113,9 +113,10 @@ def test_fast_decay(opened: Open, prepared: Path) -> None:
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(0.8, seed=1), SamplingParams(0.8, top_k=5, seed=1)]
 )
-def test_a_state_that_is_no_number(opened: Open, params: SamplingParams) -> None:
+@pytest.mark.parametrize("name", ["trained", WIDE])
+def test_a_state_that_is_no_number(opened: Open, name: str, params: SamplingParams) -> None:
     """Not a token comes of it; the next sequence is well again."""
-    engines = opened("trained")
+    engines = opened(name)
     trunk, stream = engines.trunk, engines.trunk._shared.stream
     ids = token_ids(engines.vocab_size, 20, seed=3)
     want = engines.prefill(ids, GREEDY)
