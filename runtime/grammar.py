@@ -26,8 +26,15 @@ from runtime.tokenizer import TOKENIZER_NAME
 
 _OLDEST_LIBRARY = (1, 9)
 _STARTS_WITHIN_S = 120.0  # the process, with a large vocabulary on a busy machine
+_SPACE_IN_JSON = "[ \\t\\r\\n]{0,40}"
 # After a think block the model writes line ends before its answer.
 _SPACE = "SPACE: /[ \\n]{1,4}/\n"
+
+
+def json_text(schema: Mapping[str, Any]) -> str:
+    """What a rule of Lark says for JSON that ``schema`` describes. Space in it is bounded: some models, once they have
+    begun to indent, go on for ever."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _SPACE_IN_JSON}})}"
 
 
 class GrammarCompiler:
@@ -50,7 +57,7 @@ class GrammarCompiler:
 
     def json_schema(self, schema: Mapping[str, Any], field: str = "") -> Grammar:
         """JSON that ``schema`` describes. Raises GrammarError for what is no schema, or not understood whole."""
-        return self.lark(f"start: SPACE? value\n{_SPACE}value: %json {json.dumps(schema)}\n", field)
+        return self.lark(f"start: SPACE? value\n{_SPACE}value: {json_text(schema)}\n", field)
 
     def lark(self, source: str, field: str = "") -> Grammar:
         """A grammar in the library's dialect of Lark. Raises GrammarError, EngineError."""

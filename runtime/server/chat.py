@@ -19,7 +19,7 @@ from runtime.server.chat_grammar import chat_grammar, offered_tools
 from runtime.server.errors import bad_field
 from runtime.server.http import EventStream, Json, collect
 from runtime.server.listener import End, Origin, Piece, ReplyListener
-from runtime.server.reply_parts import ReplyParts, complete_calls
+from runtime.server.reply_parts import ReplyParts
 from runtime.server.schema import ChatRequest
 from runtime.server.service import Service, usage
 from runtime.server.stops import stop_strings
@@ -102,7 +102,7 @@ class _Writer:
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         reasoning = "".join(piece.parts.reasoning for piece in pieces)
         content = "".join(piece.parts.content for piece in pieces)
-        calls = complete_calls(part for piece in pieces for part in piece.parts.calls)
+        calls = [call for piece in pieces for call in piece.parts.calls]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -149,13 +149,12 @@ class _Writer:
             if self._origins:
                 chunk["choices"][0]["token_origins"] = _origins(event.origins)
             frames.append(chunk)
-        for part in event.parts.calls:
-            if part.first:
-                opening = {"index": self._num_calls, **_call(ToolCall(part.name, ""))}
-                frames.append(self._chunk({"tool_calls": [opening]}))
-            more = {"index": self._num_calls, "function": {"arguments": part.arguments}}
+        for call in event.parts.calls:
+            opening = {"index": self._num_calls, **_call(ToolCall(call.name, ""))}
+            frames.append(self._chunk({"tool_calls": [opening]}))
+            more = {"index": self._num_calls, "function": {"arguments": call.arguments}}
             frames.append(self._chunk({"tool_calls": [more]}))
-            self._num_calls += part.last
+            self._num_calls += 1
         if self._timings:
             frames = [{**frame, "timings": self._job.stats.timings()} for frame in frames]
         return frames

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-from engines.errors import UsageError
-from runtime.grammar import Grammar
+from runtime.grammar import Grammar, json_text
+from runtime.grammar_state import GrammarError
 from runtime.server.errors import bad_field
 from runtime.server.schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool
 from runtime.server.tool_grammar import calls_grammar, tag_names
+from runtime.server.tool_schemas import PathError
 
 if TYPE_CHECKING:
     from runtime.server.service import Service
@@ -38,16 +38,23 @@ def chat_grammar(service: Service, body: ChatRequest, tools: list[dict[str, Any]
         json_only = None if schema is None else service.grammars.json_schema(schema, "response_format")
         if not tools or json_only is None:
             return json_only
-    wanted = tools
+    wanted = dict(enumerate(tools))
     if isinstance(body.tool_choice, NamedTool):
-        wanted = [tool for tool in tools if tool["function"]["name"] == body.tool_choice.function.name]
-    other = "" if must_call else f"other: %json {json.dumps(schema)}\n"
+        wanted = {i: tool for i, tool in wanted.items() if tool["function"]["name"] == body.tool_choice.function.name}
+    other = "" if must_call else f"other: {json_text(schema or {})}\n"
     several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
     try:
-        source = calls_grammar(wanted, tag_names(service.tag_ids), several, other)
-    except UsageError as error:
-        raise bad_field("tools", str(error)) from error
-    return service.grammars.lark(source, "tools")
+        grammar = calls_grammar(wanted, tag_names(service.tag_ids), several, other)
+    except PathError as error:
+        raise bad_field(error.path, str(error)) from error
+    try:
+        return service.grammars.lark(grammar.source, "tools")
+    except GrammarError:
+        if other:
+            service.grammars.json_schema(schema or {}, "response_format")
+        for path, source in grammar.parts.items():  # which of them is it?
+            service.grammars.lark(source, path)
+        raise
 
 
 def _format_schema(body: ChatRequest) -> dict[str, Any] | None:

@@ -115,10 +115,10 @@ class ReplyListener:
         for reasoning, text in ((True, parts.reasoning), (False, parts.content)):
             if text:
                 piece.origins.append(Origin(reasoning, text, self._drafted))
-        for part in parts.calls:
+        for call in parts.calls:
             if not self._calls_max or self.num_calls < self._calls_max:
-                piece.parts.calls.append(part)
-                self.num_calls += part.last
+                piece.parts.calls.append(call)
+                self.num_calls += 1
 
     def _release(self, piece: Piece, final: bool) -> None:
         """Log-probabilities of tokens whose text is shown: not of what a stop string takes away."""

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from runtime.chat_template import END_THINK, THINK
-from runtime.server.begun_call import BegunCall
 from runtime.server.partial import held_back
 from runtime.server.tool_calls import BEGIN, END, ToolCall, ToolCallReader
-
-
-@dataclass(frozen=True)
-class CallPart:
-    """A part of a tool call: its first one, its last one, both or neither. arguments: what it adds to their JSON."""
-
-    name: str
-    arguments: str
-    first: bool
-    last: bool
 
 
 @dataclass
@@ -27,26 +15,15 @@ class Parts:
 
     reasoning: str = ""
     content: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
 
-def complete_calls(parts: Iterable[CallPart]) -> list[ToolCall]:
-    """The calls that came to their end."""
-    calls: list[ToolCall] = []
-    arguments = ""
-    for part in parts:
-        arguments = part.arguments if part.first else arguments + part.arguments
-        if part.last:
-            calls.append(ToolCall(part.name, arguments))
-    return calls
-
-
 class ReplyParts:
     """Splits a generated text. The joined parts are what `runtime.chat_template.split_reasoning` makes of it whole,
-    with tool calls taken out of the answer. A call that is cut off has no last part; mostly it has none."""
+    with tool calls taken out of the answer, each when it is complete: of one that is cut off nothing is given out."""
 
     def __init__(self, prompt_ends_in_think: bool, reader: ToolCallReader | None, split_reasoning: bool = True) -> None:
         """reader: of the tools that were offered. split_reasoning False: all is answer."""
@@ -57,7 +34,7 @@ class ReplyParts:
             self._state = "reasoning" if prompt_ends_in_think else "begin"
         self._reasoned = False  # some reasoning was given out
         self._answered = False  # the answer's beginning was given out
-        self._call_begun: BegunCall | None = None
+        self._looked = 0  # so far no call ends in the text
         self.num_calls = 0
 
     def push(self, text: str) -> Parts:
@@ -135,20 +112,15 @@ class ReplyParts:
 
     def _call(self, parts: Parts) -> bool:
         assert self._reader is not None
-        begun = self._call_begun = self._call_begun or BegunCall(self._reader)
-        at = self._text.find(END)
-        ended, first = at >= 0, not begun.given
-        body = self._text[:at] if ended else self._text
-        more = begun.take(body, ended)
-        if begun.given:
-            if more:
-                parts.calls.append(CallPart(begun.name, more, first, ended))
-        elif ended:
-            self._give_call(body, parts)
-        if ended:
-            self._text, self._state, self._call_begun = self._text[at + len(END) :], "content", None
-            self.num_calls += begun.given
-        return ended
+        while (at := self._text.find(END, self._looked)) >= 0:
+            body = self._text[:at]
+            if not self._reader.goes_on(body):
+                self._text, self._state, self._looked = self._text[at + len(END) :], "content", 0
+                self._give_call(body, parts)
+                return True
+            self._looked = at + len(END)
+        self._looked = max(self._looked, len(self._text) - len(END) + 1)
+        return False
 
     def _give_call(self, body: str, parts: Parts) -> None:
         assert self._reader is not None
@@ -156,5 +128,5 @@ class ReplyParts:
         if call is None:  # not a call that anybody could make: shown as it is
             parts.content += f"{BEGIN}{body}{END}"
         else:
-            parts.calls.append(CallPart(call.name, call.arguments, True, True))
+            parts.calls.append(call)
             self.num_calls += 1

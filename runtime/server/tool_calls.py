@@ -17,15 +17,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-FUNCTION_BEGIN = re.compile(r"\s*<function=([^>\n]+)>")
-_FUNCTION = re.compile(FUNCTION_BEGIN.pattern + r"(.*?)(?:</function>\s*)?\Z", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)\n?</parameter>", re.DOTALL)
-_TYPES: dict[str, tuple[type, ...]] = {
+FUNCTION_END, PARAMETER_END = "</function>", "</parameter>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_PARAMETER_END = re.compile(r"\s*</parameter>")
+_JSON_BEGINS = ("{", "[", '"')
+TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "boolean": (bool,),
@@ -84,14 +86,45 @@ class ToolCallReader:
         if function is None:
             return None
         name, inner = function[1].strip(), function[2]
-        properties = self.properties(name) or {}
         values: dict[str, Any] = {}
         position = 0
-        while parameter := _PARAMETER.match(inner, position):
-            key = parameter[1].strip()
-            values[key] = value_of(parameter[2].removeprefix("\n"), properties.get(key))
-            position = parameter.end()
+        for key, text, position in self._parameters_in(name, inner):  # noqa: B007
+            values[key] = value_of(text, (self.properties(name) or {}).get(key))
         return ToolCall(name, _dumps(values)) if not inner[position:].strip() else None
+
+    def _parameters_in(self, name: str, inner: str) -> Iterator[tuple[str, str, int]]:
+        """(name, text of its value, where it ends) of each that is complete."""
+        properties = self.properties(name) or {}
+        position = 0
+        while begin := _PARAMETER.match(inner, position):
+            key = begin[1] if begin[1] in properties else begin[1].strip()
+            after = _json_end(inner, begin.end()) if schema_types(properties.get(key)) != {"string"} else None
+            closed = None if after is None else _PARAMETER_END.match(inner, after)
+            if closed is not None:  # JSON may hold the tag
+                text, position = inner[begin.end() : after], closed.end()
+            else:
+                at = inner.find(PARAMETER_END, begin.end())
+                if at < 0:
+                    return
+                text, position = inner[begin.end() : at].removesuffix("\n"), at + len(PARAMETER_END)
+            yield key, text, position
+
+    def goes_on(self, body: str) -> bool:
+        """Whether END behind ``body`` is of a JSON string that has begun there, and no end."""
+        if body.lstrip().startswith("{"):
+            return _in_string(body)
+        function = _FUNCTION.match(body)
+        if function is None:
+            return False
+        name, inner, position = function[1].strip(), function[2], 0
+        for _, _, position in self._parameters_in(name, inner):  # noqa: B007
+            pass
+        begin = _PARAMETER.match(inner, position)
+        if begin is None:
+            return False
+        schema = (self.properties(name) or {}).get(begin[1])
+        text = inner[begin.end() :]
+        return schema_types(schema) != {"string"} and text.lstrip().startswith(_JSON_BEGINS) and _in_string(text)
 
 
 def value_of(text: str, schema: Any) -> Any:
@@ -111,10 +144,37 @@ def value_of(text: str, schema: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and "integer" in wanted and "number" not in wanted:
         return int(value)
     fits = any(
-        isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
-        for name in wanted & _TYPES.keys()
+        isinstance(value, TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+        for name in wanted & TYPES.keys()
     )
     return value if fits else text
+
+
+def _json_end(text: str, start: int) -> int | None:
+    """Where an object, a list or a string in JSON that begins there ends."""
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    if not text.startswith(_JSON_BEGINS, start):
+        return None
+    try:
+        return _DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _in_string(text: str) -> bool:
+    """Whether ``text``, the beginning of JSON, ends within a string."""
+    inside = escaped = False
+    for letter in text:
+        if not inside:
+            inside = letter == '"'
+        elif letter == "\n":  # no string of JSON
+            return False
+        elif escaped:
+            escaped = False
+        else:
+            inside, escaped = letter != '"', letter == "\\"
+    return inside
 
 
 def resolved(schema: Any, root: Any) -> Any:
@@ -146,21 +206,21 @@ def schema_types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     if "enum" in schema and isinstance(schema["enum"], list) and "type" not in schema:
-        return {_type_name(value) for value in schema["enum"]}
+        return {type_name(value) for value in schema["enum"]}
     named = schema.get("type")
     types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     if "const" in schema and not types:
-        types = {_type_name(schema["const"])}
+        types = {type_name(schema["const"])}
     for key in _ALTERNATIVES:
         for each in schema[key] if isinstance(schema.get(key), list) else ():
             types |= schema_types(each)
     return types
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
-    return next((name for name, types in _TYPES.items() if isinstance(value, types)), "string")
+    return next((name for name, types in TYPES.items() if isinstance(value, types)), "string")
 
 
 def _loads(text: str) -> Any:
@@ -181,3 +241,6 @@ def _finite(text: str) -> float:
 
 def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.chat_template import split_reasoning
-from runtime.server.begun_call import LONG
 from runtime.server.partial import StopStrings
-from runtime.server.reply_parts import CallPart, Parts, ReplyParts, complete_calls
+from runtime.server.reply_parts import Parts, ReplyParts
 from runtime.server.tool_calls import ToolCallReader, value_of
 
 TOOLS = [
@@ -49,7 +48,7 @@ LONG_WRITE = (
     "</tool_call>"
 )
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=now>", "</function>", "\n", " ", "a", "<"]
-PIECES += ["<function=write>", "<parameter=path>\n", "</parameter>", "x" * LONG]
+PIECES += ["<function=write>", "<parameter=path>\n", "</parameter>", "x" * 64, '{"a": "']
 SAMPLES = [
     "plain answer",
     "<think>\nhm\n\nso\n</think>\n\nanswer\n",
@@ -78,7 +77,7 @@ def split(pieces: list[str], in_think: bool, reader: ToolCallReader | None) -> t
         total.reasoning += parts.reasoning
         total.content += parts.content
         total.calls += parts.calls
-    return total.reasoning, total.content, complete_calls(total.calls), splitter
+    return total.reasoning, total.content, total.calls, splitter
 
 
 texts = st.sampled_from(SAMPLES) | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
@@ -116,7 +115,7 @@ def test_a_call_is_given_out_when_it_is_complete_and_not_before() -> None:
     splitter = ReplyParts(False, ToolCallReader(TOOLS))
     for letter in "So. " + WRITE[:-1]:
         assert not splitter.push(letter).calls
-    (call,) = complete_calls(splitter.push(WRITE[-1]).calls)
+    (call,) = splitter.push(WRITE[-1]).calls
     assert json.loads(call.arguments) == WRITE_ARGUMENTS
 
 
@@ -127,62 +126,59 @@ def test_a_call_that_is_cut_off_leaves_nothing(length: int) -> None:
     assert content == "So."
 
 
-def parts_of(text: str) -> list[CallPart]:
-    """Letter by letter."""
-    splitter = ReplyParts(False, ToolCallReader(TOOLS))
-    return [part for letter in text for part in splitter.push(letter).calls]
-
-
-def test_a_long_string_is_passed_on_while_it_is_written() -> None:
-    """With all that was before it; whole, the arguments are those of a call that is read at once."""
-    parts = parts_of(LONG_WRITE)
-    assert len(parts) > len(CODE) - LONG - 20
-    assert [part.first for part in parts] == [True] + [False] * (len(parts) - 1)
-    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert {part.name for part in parts} == {"write"}
-    joined = "".join(part.arguments for part in parts)
-    whole = ToolCallReader(TOOLS).read(LONG_WRITE.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert whole is not None and joined == whole.arguments
-    assert json.loads(joined) == {"lines": 4, "path": CODE, "options": "[1]", "force": True}
-    assert parts[0].arguments.startswith('{"lines": 4, "path": "def f(x):\\n')
-
-
 @given(st.text('ab<>/\n"\\é\U0001f600'), st.text("ab<>/\n"), st.lists(st.integers(0, 400), max_size=12))
 def test_any_string_arrives_as_it_was_written(start: str, end: str, cuts: list[int]) -> None:
-    value = start + "0" * LONG + end
+    value = start + "0" * 64 + end
     text = f"<tool_call>\n<function=write>\n<parameter=path>\n{value}\n</parameter>\n</function>\n</tool_call>"
     (call,) = split(pieces_of(text, cuts), False, ToolCallReader(TOOLS))[2]
     assert json.loads(call.arguments) == {"path": value}
 
 
 @pytest.mark.parametrize("length", range(len("<tool_call>"), len(LONG_WRITE), 7))
-def test_a_long_call_that_is_cut_off_has_no_end(length: int) -> None:
-    """What was passed on is no whole JSON, and no complete call."""
-    parts = parts_of(LONG_WRITE[:length])
-    assert not complete_calls(parts) and not any(part.last for part in parts)
-    joined = "".join(part.arguments for part in parts)
-    with pytest.raises(ValueError):
-        json.loads(joined)
-    whole = "".join(part.arguments for part in parts_of(LONG_WRITE))
-    assert whole.startswith(joined)
+def test_a_long_call_that_is_cut_off_leaves_nothing(length: int) -> None:
+    """However far it had come."""
+    _, content, calls, _ = split(list(LONG_WRITE[:length]), False, ToolCallReader(TOOLS))
+    assert (content, calls) == ("", [])
 
 
-@pytest.mark.parametrize(
-    ("rest", "more"),
-    [
-        ("\n</parameter>\nstray\n</function>\n</tool_call>", {}),
-        ("\n</parameter>\n<parameter=\n</tool_call>", {}),
-        ("\n</tool_call>", {}),
-        ("\n</parameter>\n<parameter=lines>\n7</tool_call>", {"lines": 7}),
-        ("\n</parameter><parameter=note>x</parameter></tool_call>", {"note": "x"}),
-    ],
-)
-def test_a_long_call_that_is_not_well_formed(rest: str, more: dict[str, Any]) -> None:
-    """It was begun, so it is ended: with what was understood."""
-    text = f"<tool_call>\n<function=write>\n<parameter=path>\n{CODE}{rest}after"
-    _, content, (call,), _ = split(list(text), False, ToolCallReader(TOOLS))
-    assert json.loads(call.arguments) == {"path": CODE, **more}
-    assert content == "after"
+TAGS_INSIDE = [
+    ("options", '{"html": "</parameter>"}', {"html": "</parameter>"}),
+    ("options", '{"a": "\\"</tool_call>", "b": ["</function>", 1]}', {"a": '"</tool_call>', "b": ["</function>", 1]}),
+    ("options", ' {"a":\n "x"}', {"a": "x"}),
+    ("free", '["</parameter>\\n</function>"]', ["</parameter>\n</function>"]),
+    ("free", '"quoted" and on', '"quoted" and on'),
+    ("options", '{"a": "open', '{"a": "open'),
+    ("path", '{"a": "', '{"a": "'),
+    ("note", '"', '"'),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "value"), TAGS_INSIDE)
+def test_tags_inside_of_json(key: str, text: str, value: Any) -> None:
+    """A JSON string may hold them, one that is broken holds no more than its line."""
+    written = f"<tool_call>\n<function=write>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([f"{written}\n{NOW}"], list(f"{written}\n{NOW}")):
+        _, content, calls, _ = split(pieces, False, ToolCallReader(TOOLS))
+        assert [call.name for call in calls] == ["write", "now"] and content == ""
+        assert json.loads(calls[0].arguments) == {key: value}
+
+
+def test_tags_inside_of_calls_written_as_json() -> None:
+    text = '<tool_call>\n{"name": "write", "arguments": {"path": "a</tool_call>b"}}\n</tool_call>'
+    (call,) = split(list(text), False, ToolCallReader(TOOLS))[2]
+    assert json.loads(call.arguments) == {"path": "a</tool_call>b"}
+
+
+@pytest.mark.parametrize("key", [" x ", "a b", "a<b", "x=&quot;y", "é", "</parameter"])
+def test_odd_names_of_parameters(key: str) -> None:
+    """As they were offered."""
+    parameters = {"properties": {key: {"type": "string"}, "x": {"type": "integer"}}}
+    reader = ToolCallReader([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    text = (
+        f"<tool_call>\n<function=f>\n<parameter={key}>\n1\n</parameter>\n<parameter= x>\n1\n</parameter>\n</function>"
+    )
+    (call,) = split([text + "\n</tool_call>"], False, reader)[2]
+    assert json.loads(call.arguments) == {key: "1", "x": 1}
 
 
 def test_without_tools_nothing_is_a_call() -> None:

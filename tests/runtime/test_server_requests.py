@@ -77,7 +77,7 @@ def server(exported: Export) -> Iterator[Running]:
                 ],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters.properties.x.type",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
