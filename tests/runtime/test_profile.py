@@ -43,7 +43,7 @@ def engines_and_profile(folder: Path) -> Path:
     export_model(TRAINED_MODEL, folder, target="tensorrt")
     describe(TRAINED_MODEL).engines["f16"].save(folder)
     exported(folder / "profile.json", REPORTED)
-    (folder / "layers.json").write_text(json.dumps({"Layers": [name for name, _ in REPORTED]}))
+    exported_layers(folder / "layers.json", [name for name, _ in REPORTED], detailed=True)
     return folder
 
 
@@ -126,13 +126,30 @@ def test_the_report(trained: tuple[Path, EngineManifest, Geometry]) -> None:
 
 # ---------------------------------------------------------------- what the SDK's tools export
 def exported(path: Path, entries: list[tuple[str, float]], median: bool = True) -> Path:
-    """A file as --exportProfile writes it, of an older version without medians."""
-    layers: list[dict[str, Any]] = [{"count": 50}]
+    """A file laid out as --exportProfile writes it (samples/common/sampleReporting.cpp of TensorRT's sources, and the
+    profiles that come with its engine explorer): commas first, six digits; older versions know no medians."""
+    total = sum(ms for _, ms in entries) or 1.0
+    lines = ['  { "count" : 50 }']
     for name, ms in entries:
-        layers.append({"name": name, "timeMs": 50 * ms, "averageMs": 2 * ms if median else ms, "percentage": 1.0})
-        if median:
-            layers[-1]["medianMs"] = ms
-    path.write_text(json.dumps(layers))
+        of_all, average = 50 * ms, 2 * ms if median else ms
+        more = f', "medianMs" : {ms:g}' if median else ""
+        share = f'"percentage" : {100 * ms / total:g}'
+        lines.append(f', {{ "name" : "{name}", "timeMs" : {of_all:g}, "averageMs" : {average:g}{more}, {share} }}')
+    path.write_text("\n".join(["[", *lines, "]", ""]))
+    return path
+
+
+def exported_layers(path: Path, names: list[str], detailed: bool) -> Path:
+    """A file laid out as --exportLayerInfo writes it: names alone or, at detailed verbosity, an object a layer."""
+    layers = [
+        json.dumps(
+            {"Name": name, "LayerType": "PluginV3", "Inputs": [], "Outputs": [], "StreamId": 0, "Metadata": ""}
+            if detailed
+            else name
+        )
+        for name in names
+    ]
+    path.write_text('{"Layers": [' + "\n,".join(layers) + '\n],\n"Bindings": ["tokens"\n,"logits"\n]}\n')
     return path
 
 
@@ -144,9 +161,7 @@ def profile(*arguments: object) -> Outcome:
 def test_a_profile_of_trtexec(trained: tuple[Path, EngineManifest, Geometry], tmp_path: Path, median: bool) -> None:
     pytest.importorskip("matplotlib")
     file, report, chart = exported(tmp_path / "p.json", REPORTED, median), tmp_path / "r.json", tmp_path / "r.png"
-    info = tmp_path / "layers.json"
-    names = [name for name, _ in REPORTED]
-    info.write_text(json.dumps({"Layers": [{"Name": name} for name in names] if median else names, "Bindings": []}))
+    info = exported_layers(tmp_path / "layers.json", [name for name, _ in REPORTED], detailed=median)
     flags = ("--gpu", "RTX 4090", "--json", report, "--chart", chart, "--layer-info", info)
     outcome = profile(trained[0], "--trtexec", file, "--rows", 1, *flags)
     assert (outcome.code, outcome.err) == (0, "")
