@@ -99,8 +99,8 @@ format: $(VENV)/.installed-test
 export: setup  ## MODEL=x.gguf -> OUT: ONNX graphs for ONNX Runtime.
 	$(BIN)/python -m export $(MODEL) -o $(OUT) $(DRAFT_HEAD)
 
-check: setup  ## Is the text with drafting the text without it? How well does the head draft?
-	$(BIN)/python -m runtime.check $(MODEL)
+check: setup  ## Is the text with drafting the text without it, and the build what the model's equations give? How well does the head draft?
+	$(BIN)/python -m runtime.check $(MODEL) $(if $(filter %.gguf,$(MODEL)),--against $(MODEL))
 
 bench: setup  ## Plain decoding and every number of drafts on the same prompts; BENCH: more flags.
 	$(BIN)/python -m runtime.bench $(MODEL) $(BENCH)

@@ -17,7 +17,7 @@ GREEDY = SamplingParams()
 SUSPICIOUS_ACCEPTANCE = 0.1
 HARDLY_ANY = (
     "hardly any draft was accepted; is this head the trunk's own? suspect eh_proj (the order of its halves) and the "
-    "head's norms"
+    "head's norms; --against MODEL.gguf tells"
 )
 
 

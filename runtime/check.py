@@ -3,10 +3,11 @@
 SPEC_AGREE compares, token by token, texts generated with drafts and in a reference run that drafts nothing. A broken
 draft head does not show there, since every draft is verified, so the head is measured too: DRAFT_TOP1 (its best guess
 after true rows is the trunk's), KL(trunk || draft), and the acceptance rate by place. The state that a verify pass
-leaves, whatever part of it is kept, must be that of one-token passes to the bit; one that is not is named.
+leaves, whatever part of it is kept, must be that of one-token passes to the bit; one that is not is named. A build that
+is wrong in itself agrees with itself: --against MODEL.gguf compares it with what the model's equations give.
 
-Exit codes: 0 passed, 1 failed (SPEC_AGREE below 1, another state, or acceptance below --min-acceptance), others as
-runtime.generate.
+Exit codes: 0 passed, 1 failed (SPEC_AGREE below 1, another state, another build, or acceptance below
+--min-acceptance), others as runtime.generate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 from engines.draft_head import draft_head_options
 from engines.errors import UsageError
 from runtime.agreement import HARDLY_ANY, SUSPICIOUS_ACCEPTANCE, Report, compare, sampled_prompts
-from runtime.command_line import Parser, add_model_arguments, run_command
+from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command
+from runtime.diagnosis import diagnose
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
@@ -55,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = min(options.spec_draft_n_max + 1, session.context_size - 1)
     faults = state_faults(session.trunk, probed(prompts[0], rows), rows)
     failures += [f"state: {fault}" for fault in faults]
+    diagnosis = diagnose(session, options.against, probe_state=False) if options.against else None
+    failures += [f"build: {fault}" for fault in diagnosis.faults] if diagnosis else []
     if options.json:
         about = {
             "passed": not failures,
@@ -63,15 +67,19 @@ def main(arguments: list[str] | None = None) -> int:
             "temperature": params.temperature,
             "seed": params.seed,
             "state_faults": [asdict(fault) for fault in faults],
+            "against": diagnosis.as_dict() if diagnosis else None,
         }
         print(json.dumps({**about, **report.as_dict()}))
     else:
         print(_table(session, report, options))
         told = "of a pass, whatever part of it is kept: " + ("as of one-token passes" if not faults else "other bits")
         print(f"  {'state':<20}{'equal' if not faults else 'differs':>8}   {told}")
+        if diagnosis:
+            told = f"worst NMSE {diagnosis.worst:.1e} at {len(diagnosis.places)} places"
+            print(f"  {'equations':<20}{'equal' if not diagnosis.faults else 'differs':>8}   {told}")
     for line in failures:
         print(f"failed: {line}", file=sys.stderr)
-    if not failures and report.drafting.acceptance_rate < SUSPICIOUS_ACCEPTANCE:
+    if report.drafting.acceptance_rate < SUSPICIOUS_ACCEPTANCE:
         print(f"warning: {HARDLY_ANY}", file=sys.stderr)
     return EXIT_FAILED if failures else 0
 
@@ -105,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--min-acceptance", type=float, default=0.0, metavar="R", help="fail below this acceptance rate (default: 0)"
     )
+    add_against_argument(group)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
     return parser
 

@@ -56,6 +56,23 @@ def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False)
     add_draft_head_arguments(parser)
 
 
+def add_against_argument(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--against",
+        type=_gguf,
+        metavar="MODEL.gguf",
+        help="also compare state and logits with what the equations give for this file, and name what is off first; "
+        "minutes for a large one",
+    )
+
+
+def _gguf(text: str) -> Path:
+    """Said before anything is loaded."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: no such file; give the .gguf that the build was made from")
+    return Path(text)
+
+
 def context_size(text: str) -> int | None:
     """Of --ctx-size: None for "auto"."""
     if text == "auto":

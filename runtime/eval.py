@@ -3,7 +3,7 @@
 Every prompt is answered plainly and with drafts in one run, greedily and at a temperature; the texts must be the same.
 --server puts the same prompts to servers, in place of a model or beside one.
 
-Exit codes: 0 done, 1 a text with drafts was another, others as runtime.generate.
+Exit codes: 0 done, 1 a text with drafts was another, or the build is (--against), others as runtime.generate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
-from runtime.command_line import Parser, add_model_arguments, run_command
+from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command
+from runtime.diagnosis import Diagnosis, diagnose
 from runtime.evaluation.measure import LocalModel, Run, suspicious_head
 from runtime.evaluation.page import page
 from runtime.evaluation.prompts import Prompt, load_prompts
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     _write(options.csv, as_csv(evaluation.runs))
     _write(options.html, page(report))
     print(table(report))
+    if evaluation.diagnosis:
+        print(f"  build: {evaluation.diagnosis}")
     for line in report["failures"]:
         print(f"failed: {line}", file=sys.stderr)
     if warning := suspicious_head(evaluation.runs):
@@ -83,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--spec-type", choices=("draft-mtp", "auto"), default="draft-mtp", help="auto: as many as pay, up to these"
     )
+    add_against_argument(group)
     group = parser.add_argument_group("servers")
     group.add_argument(
         "--server", action="append", default=[], metavar="URL", help="OpenAI-compatible; may be repeated"
@@ -111,6 +115,8 @@ def _lengths(text: str) -> list[int]:
 def _check(options: argparse.Namespace) -> None:
     if options.model is None and not options.server:
         raise UsageError("nothing to evaluate; give a MODEL, a --server URL, or both")
+    if options.against and options.model is None:
+        raise UsageError("--against: looks into a build; give a MODEL too")
     if options.raw and options.server:
         raise UsageError("--raw: servers put prompts into their chat template; leave --raw or --server out")
     for flag, value, least in (("--predict", options.predict, 1), ("--per-category", options.per_category, 0)):
@@ -152,6 +158,7 @@ class _Evaluation:
         self._local = None if session is None else LocalModel(session, options.raw, options.predict, options.seed)
         self.runs: list[Run] = []
         self._left_out: list[str] = []
+        self.diagnosis: Diagnosis | None = None
 
     def report(self) -> dict[str, Any]:
         options, session, local = self._options, self._session, self._local
@@ -173,6 +180,7 @@ class _Evaluation:
             "groups": summarise(self.runs, options.lengths),
             "left_out": self._left_out,
             "failures": local.failures if local else [],
+            "against": self.diagnosis.as_dict() if self.diagnosis else None,
             "runs": [asdict(run) for run in self.runs],
         }
 
@@ -192,6 +200,9 @@ class _Evaluation:
             self.runs += [server.run(prompt, number, temperature, model) for server, model in self._servers]
         if self._local:
             self._local.failures += self._local.suspects(asked[0][1])
+            if self._options.against:
+                self.diagnosis = diagnose(self._local.session, self._options.against, probe_state=False)
+                self._local.failures += [f"build: {fault}" for fault in self.diagnosis.faults]
 
     def _encoded(self) -> list[tuple[int, list[int]]]:
         """(number, token ids) of the prompts that fit; no ids without a model."""

@@ -1,6 +1,7 @@
 """`python -m runtime.inspect MODEL.gguf`: what is in the file, what becomes of it, what it needs, how fast it may be.
 
-Nothing is exported or built, and no matrix is read. Exit codes as runtime.generate.
+Nothing is exported or built, and no matrix is read, unless --build names a build of the file to be looked into.
+Exit codes: 1 that build is not what the file's equations give, others as runtime.generate.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from engines.memory_plan import MemoryPlan, plan_memory
 from engines.planned_model import PlannedModel
 from runtime.command_line import Parser, run_command
 from runtime.cuda import free_and_total_bytes, open_device
+from runtime.diagnosis import diagnose
 from runtime.inspection.cards import CARDS, Card, card_named, find_cards
 from runtime.inspection.roofline import bounds, traffic_of
 from runtime.inspection.table import table
 from runtime.model_cache import described
-from runtime.session import DRAFT_N_DEFAULT
+from runtime.session import DRAFT_N_DEFAULT, open_session
 
 FORMAT = 1
+EXIT_FAILED = 1
 _GIGABYTE = 1 << 30
 _F32_BYTES = 4
 
@@ -34,8 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         raise UsageError(f"--bandwidth {options.bandwidth:g}: wanted GB/s above 0")
     cards, note = _cards(options)
     report = _report(described(options.model, options.ctx_size), cards, note)
+    report["build"] = None if options.build is None else _build(options.build, options.model)
     print(json.dumps(report, indent=1) if options.json else table(report))
-    return 0
+    return EXIT_FAILED if report["build"] and report["build"]["faults"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,8 +52,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bandwidth", type=float, metavar="GB/s", help="speed of the card's memory, in place of a known one"
     )
+    parser.add_argument(
+        "--build",
+        type=Path,
+        metavar="DIR",
+        help="also compare this export, or its engines, with what the file's equations give; minutes for a large one",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return parser
+
+
+def _build(folder: Path, model: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise UsageError(f"--build {folder}: no such folder; give an exported folder")
+    session = open_session(folder)
+    diagnosis = diagnose(session, model)
+    return {"folder": str(folder), "backend": session.backend, "said": str(diagnosis), **diagnosis.as_dict()}
 
 
 def _cards(options: argparse.Namespace) -> tuple[list[Card], str]:

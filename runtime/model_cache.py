@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from engines.cache import default_cache_dir, entry_name, mark_used, part_name, remove_leftovers
 from engines.draft_head import DraftHeadOptions, refuse_for_folder
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
+from engines.evidence import Evidence
 from engines.manifest import MANIFEST_NAME, load_manifest
 from engines.planned_model import PlannedModel
 
@@ -52,6 +54,21 @@ def described(model: Path, context: int) -> PlannedModel:
     except ImportError as error:
         raise EngineError(f"looking into a .gguf needs the exporter's packages ({error}); pip install them") from error
     return describe(model, context)
+
+
+def evidence_of(model: Path, tokens: Sequence[int]) -> Evidence:
+    """What the equations of a .gguf give for ``tokens`` (`engines.witness`), with a bar on a terminal's stderr.
+
+    Raises UsageError, ModelFileError."""
+    try:
+        from tqdm import tqdm
+
+        from engines.witness import give_evidence
+    except ImportError as error:
+        raise EngineError(f"reading a .gguf needs the exporter's packages ({error}); pip install them") from error
+    label = f"equations of {model.name}"
+    with tqdm(unit="w", unit_scale=True, desc=label, file=sys.stderr, leave=False, disable=None) as bar:
+        return give_evidence(model, tokens, bar.update)
 
 
 def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: DraftHeadOptions) -> Path:

@@ -2,7 +2,7 @@
 
 Times of layers grouped by kind of op, bytes moved and the share of the memory's speed, launches, and the same pass as
 one recorded graph. Needs an NVIDIA GPU, but for --trtexec, which reads what the SDK's own tool has exported.
-Exit codes as runtime.generate.
+Exit codes: 1 the build is not what its model's equations give (--against), others as runtime.generate.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Manifest, load_manifest
-from runtime.command_line import Parser, run_command
+from runtime.command_line import Parser, add_against_argument, run_command
 from runtime.cuda import open_device
+from runtime.diagnosis import diagnose
 from runtime.inspection.cards import card_named
 from runtime.profiling.chart import check_chart_can_be_drawn, draw
 from runtime.profiling.kinds import LayerKinds, Pass, check_pass
 from runtime.profiling.report import GraphTimes, pass_entry, table
 from runtime.profiling.trtexec import check_same_engine, read_layer_names, read_profile
+from runtime.session import open_session
 
 FORMAT = 1
+EXIT_FAILED = 1
 _MOST_REPEATS = 10_000
 
 
@@ -34,14 +38,21 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.trtexec:
         open_device()  # what is missing is said before anything else is looked at
     manifest, engines = load_manifest(options.folder), load_engine_manifest(options.folder)
+    # Before the engines are loaded to be timed: there may be memory for them once only.
+    diagnosis = diagnose(open_session(options.folder), options.against) if options.against else None
     report = _read(options, manifest, engines) if options.trtexec else _measured(options, manifest)
-    report = {"format": FORMAT, "model": manifest.model_name, **report}
+    against = diagnosis.as_dict() if diagnosis else None
+    report = {"format": FORMAT, "model": manifest.model_name, **report, "against": against}
     if options.json:
         _write(options.json, json.dumps(report, indent=1) + "\n")
     if options.chart:
         draw(report, options.chart)
     print(table(report))
-    return 0
+    if diagnosis:
+        print(f"\nbuild: {diagnosis}")
+    for fault in diagnosis.faults if diagnosis else ():
+        print(f"failed: build: {fault}", file=sys.stderr)
+    return EXIT_FAILED if diagnosis and diagnosis.faults else 0
 
 
 def _measured(options: argparse.Namespace, manifest: Manifest) -> dict[str, Any]:
@@ -120,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", metavar="NAME", help="a card whose data sheet says it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--chart", type=Path, metavar="FILE.png", help="draw a picture there")
+    add_against_argument(parser)
     group = parser.add_argument_group("profiles of trtexec and tensorrt_rtx (see `python -m engines.trtexec`)")
     group.add_argument("--trtexec", type=Path, metavar="PROFILE.json", help="read what --exportProfile wrote")
     group.add_argument("--layer-info", type=Path, metavar="LAYERS.json", help="and check with --exportLayerInfo's")

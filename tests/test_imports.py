@@ -40,6 +40,7 @@ ALLOWED = {
         "engines.draft_head",
         "engines.engine_manifest",
         "engines.planned_model",
+        "engines.evidence",
         "engines.memory_plan",
         "engines.command",
         "engines.cache",
@@ -49,7 +50,7 @@ ALLOWED = {
 ALONE = ("plugins.ops", "engines.errors", "engines.command", "engines.manifest", "engines.draft_head")
 # Its functions export a .gguf that a command line was given, or describe what it would become.
 EXPORTS_ON_DEMAND = "runtime.model_cache"
-ON_DEMAND = ("export", "engines.description")
+ON_DEMAND = ("export", "engines.description", "engines.witness")
 # What a machine that only runs exported folders does without.
 NOT_FOR_RUNTIME = ("onnx", "onnx_graphsurgeon", "gguf")
 

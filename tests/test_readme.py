@@ -17,6 +17,7 @@ import pytest
 
 from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED
 from engines.errors import NextnError
+from export.exporter import export_model
 from runtime import check, generate
 from tests.documented import (
     ON_GPU,
@@ -109,6 +110,8 @@ def try_module(module: str, words: list[str], folder: Path, prepared: Callable[[
             given = in_place(words, folder, None)
             run([sys.executable, "-m", module, *given, *shlex.split(RUN[module])], folder)
         return
+    if module in ("runtime.check", "runtime.inspect") and "DIR" in words:
+        export_model(TRAINED_MODEL, folder / "out")
     if module in RUN:
         given = in_place(words, folder, prepared if module == "engines.accuracy" and "-o" not in words else None)
         run([sys.executable, "-m", module, *given, *shlex.split(RUN[module])], folder)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines import evidence
 from engines.accuracy import __main__ as accuracy
+from engines.witness import give_evidence
 from export.exporter import export_model
-from runtime import check, eval, inspect
+from runtime import check, diagnosis, eval, inspect, profile
+from runtime.session import open_session
 from tests.dequantized import write_dequantized
 from tests.documented import ROOT
 from tests.faults import CONV, EH_PROJ, GRAPH, HALF, ROPE, SEMANTICS, STATE, V_HEADS
 from tests.named_inputs import NAMED
 from tests.peer.speculation import recorded
 from tests.runtime.command import run_main
+from tests.runtime.test_profile import engines_and_profile
 from tests.vocabulary_files import TRAINED_MODEL
 
 Tiny = Callable[[str], Path]
@@ -40,6 +45,17 @@ CHECK = {
     CONV: "blk.0.conv after 1 of 4 tokens of a pass; suspect the convolution's window, which is not taken back",
     ROPE: None,
 }
+# What they say against the model's equations.
+AGAINST = {
+    V_HEADS: "blk.0.state is not what the model's equations give (NMSE 5.5e-01); suspect the order of value heads",
+    EH_PROJ: "suspect eh_proj: its halves are the other way round (which explains it)",
+    HALF: "suspect the precision of the recurrent state (half precision?)",
+    CONV: "suspect the convolution's window, which is not taken back",
+    ROPE: "suspect rope: each pair turns with the frequency of the next one (which explains it)",
+}
+SOUND = re.compile(
+    r"(build: |  )as the model's equations have it, at 18 places|equations +equal   worst NMSE \S+ at 18 places"
+)
 PEER = {
     V_HEADS: "from position 0 on; suspect what the first token meets: weights, norms, order of heads",
     EH_PROJ: "suspect the head (order of eh_proj's halves, its norms), not the trunk",
@@ -68,25 +84,50 @@ def test_accuracy(
     assert verdict.startswith(f"FAILED: first off at {place} (") and suspect in verdict
 
 
-@pytest.mark.parametrize("fault", CHECK)
-def test_check_eval_inspect(tmp_path: Path, monkeypatch: Patch, fault: str) -> None:
-    """A fault of the state fails; a bad head, which changes no text, is warned of. The file is sound: inspect, which
-    reads nothing else, sees no fault of the build."""
-    sound = run_main(inspect.main, TRAINED_MODEL).out
-    ALL[fault](monkeypatch)
-    export_model(TRAINED_MODEL, tmp_path / "x")
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines as if built, with a profile as if timed: this machine has no GPU."""
+    return engines_and_profile(tmp_path_factory.mktemp("timed"))
+
+
+@pytest.fixture
+def equations(monkeypatch: Patch) -> None:
+    """What the model's equations give is worked out once for all faults, which are none of its own."""
+    monkeypatch.setattr(diagnosis, "evidence_of", lambda model, tokens: _evidence(model, tuple(tokens)))
+
+
+@cache
+def _evidence(model: Path, tokens: tuple[int, ...]) -> evidence.Evidence:
+    return give_evidence(model, tokens)
+
+
+@pytest.mark.parametrize("fault", [None, *CHECK])
+def test_check_eval_inspect_profile(
+    tmp_path: Path, timed: Path, monkeypatch: Patch, equations: None, fault: str | None
+) -> None:
+    """By itself a build shows a fault of its state, and a bad head, which changes no text, is warned of. Against the
+    model's equations each of these tools names each fault."""
+    build = tmp_path / "x"
+    if fault:
+        ALL[fault](monkeypatch)
+    export_model(TRAINED_MODEL, build)
     (tmp_path / "prompt").write_text('{"category": "code", "prompt": "What does len do? Say it twice."}\n')
-    said = CHECK[fault]
-    for outcome in (
-        run_main(check.main, tmp_path / "x", "--n-prompts", 1, "--prompt-length", 8, "-n", 24, "--threads", 1),
-        run_main(eval.main, tmp_path / "x", "--prompts", tmp_path / "prompt", "-n", 16, "--temps", 0, "--threads", 1),
+    said, named = CHECK.get(fault or ""), AGAINST.get(fault or "", "")
+    monkeypatch.setattr(profile, "open_session", lambda folder: open_session(build, threads=1))
+    for main, given in (
+        (check.main, (build, "--n-prompts", 1, "--prompt-length", 8, "-n", 24, "--threads", 1)),
+        (eval.main, (build, "--prompts", tmp_path / "prompt", "-n", 16, "--temps", 0, "--threads", 1)),
+        (profile.main, (timed, "--trtexec", timed / "profile.json")),
     ):
-        if said is None:
-            assert (outcome.code, outcome.err) == (0, "")
-        else:
-            assert said in outcome.err
-            assert outcome.code == (0 if fault == EH_PROJ else 1)
-    assert run_main(inspect.main, TRAINED_MODEL).out == sound
+        outcome = run_main(main, *given, "--against", TRAINED_MODEL)
+        assert outcome.code == (1 if fault else 0) and named in outcome.err, outcome
+        own = [line for line in outcome.err.splitlines() if not line.startswith("failed: build: ")]
+        assert said in "\n".join(own) if said and main is not profile.main else not own
+        if not fault:
+            assert SOUND.search(outcome.out)
+    looked = run_main(inspect.main, TRAINED_MODEL, "--gpu", "L4", "--build", build)
+    assert looked.code == (1 if fault else 0) and named in looked.out
+    assert fault or SOUND.search(looked.out)
 
 
 class TestTrunkAgainstLlamaCpp:
@@ -146,7 +187,8 @@ class TestTrunkAgainstLlamaCpp:
 def test_the_table_in_the_docs() -> None:
     page = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ")][-len(ACCURACY) :]
-    for row, (place, _), said in zip(rows, ACCURACY.values(), CHECK.values(), strict=True):
-        _, _, accuracy_says, check_says, peer_says, _ = row.split("|")
+    for fault, row, (place, _), said in zip(ACCURACY, rows, ACCURACY.values(), CHECK.values(), strict=True):
+        _, _, accuracy_says, check_says, against_says, peer_says, _ = row.split("|")
         assert re.sub(r"blk\.[1-9]", "blk.N", f"`{place}`") in accuracy_says
         assert (check_says.strip() == "-") == (said is None) and peer_says.strip()
+        assert re.split("suspect |: ", AGAINST[fault])[-1].split(" (")[0].split(",")[0] in against_says

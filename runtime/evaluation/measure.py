@@ -50,7 +50,7 @@ class LocalModel:
     """A loaded model. raw: texts are continued as they are, not put into the chat template."""
 
     def __init__(self, session: Session, raw: bool, predict: int, seed: int) -> None:
-        self._session, self._predict, self._seed = session, predict, seed
+        self.session, self._predict, self._seed = session, predict, seed
         chat = session.manifest.tokenizer.has_chat_template and not raw
         self._template = ChatTemplate(session.folder, session.tokenizer) if chat else None
         self.sources = (PLAIN, DRAFTING) if session.draft is not None else (PLAIN,)
@@ -59,12 +59,12 @@ class LocalModel:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids, in the model's chat template if that is wanted."""
         text = self._template.render(list(prompt.messages)) if self._template else prompt.text
-        ids = self._session.tokenizer.encode(text)
-        check_prompt_ids(ids, self._session.manifest)
+        ids = self.session.tokenizer.encode(text)
+        check_prompt_ids(ids, self.session.manifest)
         return ids
 
     def has_room(self, ids: list[int]) -> bool:
-        return 0 < len(ids) < self._session.context_size
+        return 0 < len(ids) < self.session.context_size
 
     def warm_up(self, ids: list[int]) -> None:
         """A text of each kind that does not count."""
@@ -85,13 +85,13 @@ class LocalModel:
 
     def suspects(self, ids: list[int]) -> list[str]:
         """Which state a verify pass with these drafts leaves otherwise than one-token passes do."""
-        rows = min(self._session.trunk.max_rows, self._session.context_size - 1)
-        faults = state_faults(self._session.trunk, probed(ids[: self._session.context_size - rows], rows), rows)
+        rows = min(self.session.trunk.max_rows, self.session.context_size - 1)
+        faults = state_faults(self.session.trunk, probed(ids[: self.session.context_size - rows], rows), rows)
         return [f"state: {fault}" for fault in faults]
 
     def _generate(self, source: str, ids: list[int], params: SamplingParams) -> tuple[list[int], SpecStats]:
         stats = SpecStats()
-        tokens = self._session.generate(ids, params, max_tokens=self._predict, stats=stats, plain=source == PLAIN)
+        tokens = self.session.generate(ids, params, max_tokens=self._predict, stats=stats, plain=source == PLAIN)
         return list(tokens), stats
 
     def _run(
@@ -119,5 +119,5 @@ class LocalModel:
             offered=tuple(stats.offered),
             accepted_at=tuple(stats.accepted),
             finish_reason=stats.finish_reason,
-            text=self._session.tokenizer.decode(tokens),
+            text=self.session.tokenizer.decode(tokens),
         )

@@ -25,6 +25,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield "odd about this file" if report["odd"] else "nothing odd about this file"
     yield from (f"  - {line}" for line in report["odd"])
+    if build := report["build"]:
+        yield from ("", f"build {build['folder']} on {build['backend']}")
+        yield from (f"  - {fault}" for fault in build["faults"])
+        if not build["faults"]:
+            yield f"  {build['said']}"
 
 
 def _geometry(geometry: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,99 @@
+"""A build against its model's equations: sound ones of every kind pass, and what is off first is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.draft_head import DraftHeadOptions
+from export.exporter import WHOLE_HEAD, export_model
+from runtime import check, eval, inspect
+from runtime.diagnosis import Diagnosis, diagnose
+from runtime.session import open_session
+from tests.named_inputs import GEOMETRIES
+from tests.runtime.command import run_main
+from tests.tiny_gguf import Spec, build
+from tests.vocabulary_files import TRAINED_MODEL
+
+Tiny = Callable[[str], Path]
+
+
+def diagnosis(
+    build: Path, folder: Path, against: Path, context: int = 64, head: DraftHeadOptions = WHOLE_HEAD
+) -> Diagnosis:
+    export_model(build, folder, draft_head=head)
+    return diagnose(open_session(folder, context_size=context, threads=1), against)
+
+
+@pytest.mark.parametrize("name", ["heads_256", "heads_odd", "yarn", "mixed_types", "tied_no_head_norm", "nextn_absent"])
+def test_sound_builds(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    found = diagnosis(tiny(name), tmp_path / "x", tiny(name))
+    assert found.faults == () and found.worst < 1e-10
+    assert found.places[-1].name == ("logits" if name == "nextn_absent" else "head logits")
+
+
+def test_a_short_context_and_a_cut_head(tiny: Tiny, tmp_path: Path) -> None:
+    assert diagnosis(tiny("f32"), tmp_path / "x", tiny("f32"), context=3).faults == ()
+    found = diagnosis(tiny("q4_k_m"), tmp_path / "y", tiny("q4_k_m"), head=DraftHeadOptions(300, "q4_k"))
+    assert found.faults == () and found.places[-1].name == "logits"  # another head by intent
+
+
+def value_heads_by_key_head(spec: Spec, target: Path) -> Path:
+    """The model as a converter writes it that leaves the value heads in the order of the original checkpoints."""
+    model = build(spec)
+    order = np.arange(spec.v_heads).reshape(-1, spec.k_heads).T.reshape(-1)
+    values = (order[:, None] * spec.state + np.arange(spec.state)).reshape(-1)
+    channels = np.concatenate([np.arange(2 * spec.k_heads * spec.state), 2 * spec.k_heads * spec.state + values])
+    picks = {"attn_qkv.weight": channels, "ssm_conv1d.weight": channels, "attn_gate.weight": values}
+    picks |= dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"), order)
+    for name, tensor in model.tensors.items():
+        leaf = name.split(".", 2)[-1]
+        if leaf in picks:
+            model.tensors[name] = tensor[picks[leaf]]
+        elif leaf == "ssm_out.weight":
+            model.tensors[name] = tensor[:, values]
+    model.write(target)
+    return target
+
+
+def test_a_file_with_its_heads_in_another_order(tiny: Tiny, tmp_path: Path) -> None:
+    altered = value_heads_by_key_head(GEOMETRIES["heads_256"], tmp_path / "altered.gguf")
+    (fault,) = diagnosis(altered, tmp_path / "x", tiny("heads_256")).faults
+    assert fault.startswith("blk.0.conv is not what the model's equations give")
+    assert "suspect the order of value heads: rows of the file are in another order (by key head)" in fault
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place", "suspect"),
+    [
+        ("blk.0.attn_norm.weight", "blk.0.conv", "what the delta net is given"),
+        ("blk.0.ssm_a", "blk.0.state", "the delta rule: which key head a value head reads, decay, rate"),
+        ("blk.0.ssm_norm.weight", "blk.1.conv", "or what comes after blk.0.state"),
+        ("blk.2.ffn_down.weight", "blk.3.value_cache", "or what comes after blk.2.state"),
+        ("blk.3.attn_k_norm.weight", "blk.3.key_cache", "rope (position, frequencies, pairs) or the key norm"),
+        ("blk.3.attn_output.weight", "logits", "the last norm or the LM head, or what comes after blk.3.key_cache"),
+        ("blk.4.nextn.enorm.weight", "head logits", "the draft head: eh_proj (the order of its halves), its norms"),
+    ],
+)
+def test_the_first_place_that_is_off(tiny: Tiny, tmp_path: Path, tensor: str, place: str, suspect: str) -> None:
+    """A tensor that is another in the build."""
+    model = build(GEOMETRIES["f32"])
+    model.tensors[tensor] = model.tensors[tensor] * np.linspace(0.5, 1.5, model.tensors[tensor].shape[-1], dtype="f4")
+    model.write(tmp_path / "altered.gguf")
+    (fault,) = diagnosis(tmp_path / "altered.gguf", tmp_path / "x", tiny("f32")).faults
+    assert fault.startswith(f"{place} is not what the model's equations give") and suspect in fault
+
+
+def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
+    export_model(TRAINED_MODEL, tmp_path / "x")
+    other = tiny("f32")
+    run_main(inspect.main, other, "--gpu", "L4", "--build", tmp_path / "x").refused(2, "the build is of another model")
+    run_main(inspect.main, other, "--gpu", "L4", "--build", tmp_path / "no").refused(2, "--build", "no such folder")
+    run_main(check.main, tmp_path / "x", "--against", tmp_path).refused(2, "--against", "no such file")
+    (tmp_path / "text").write_text("x")
+    short = (tmp_path / "x", "--n-prompts", 1, "--prompt-length", 2, "-n", 3, "--threads", 1)
+    run_main(check.main, *short, "--against", tmp_path / "text").refused(3, "text")
+    run_main(eval.main, "--server", "http://127.0.0.1:9", "--against", other).refused(2, "give a MODEL too")
