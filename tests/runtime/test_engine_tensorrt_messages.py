@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +139,12 @@ def test_loaded_engines_are_planned_once(gpu: FakeGpu, folder: Path) -> None:
     gpu.cuda.free = plan_memory(engines, GEOMETRY, ["trunk", "draft"], activations).total + RESERVE_BYTES
     open_engines(folder, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
     refused(folder, ResourceError, "not enough GPU memory")  # less by the engines that were loaded
+
+
+def test_the_plan_is_the_sum_of_its_parts(gpu: FakeGpu, folder: Path) -> None:
+    plan = plan_memory(load_engine_manifest(folder), GEOMETRY, ["trunk", "draft"], 1001)
+    parts = {name: value for name, value in asdict(plan).items() if name not in ("kv_cache", "context", "sequences")}
+    assert all(parts.values()) and plan.total == sum(parts.values())
 
 
 def test_the_largest_context_that_fits_is_named(gpu: FakeGpu, folder: Path) -> None:
