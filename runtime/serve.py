@@ -155,16 +155,16 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises UsageError for numbers out of their range."""
     sampling_params(options)  # for its checks
     bounds = {
-        "port": 65535,
-        "sequences": 256,
-        "queue": 10**6,
-        "cache_ram": 1 << 24,
-        "max_body": 1 << 12,
-        "max_connections": 1 << 20,
+        "port": (0, 65535),
+        "sequences": (0, 256),
+        "queue": (0, 10**6),
+        "cache_ram": (0, 1 << 24),
+        "max_body": (1, 1 << 12),
+        "max_connections": (1, 1 << 20),
     }
-    for name, most in bounds.items():
-        if not 0 <= getattr(options, name) <= most:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted 0 to {most}")
+    for name, (least, most) in bounds.items():
+        if not least <= getattr(options, name) <= most:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted {least} to {most}")
     if not 0 <= options.timeout < 1e9 or not 0 <= options.grace < 10**6:
         raise UsageError("--timeout and --grace are seconds, 0 or more")
 

@@ -16,14 +16,13 @@ from starlette.exceptions import HTTPException
 from engines.errors import NextnError
 from runtime.server.chat import chat_completion
 from runtime.server.completions import completion
-from runtime.server.errors import ApiError, api_error
+from runtime.server.errors import ApiError, api_error, bad_field
 from runtime.server.http import ClientGoneError, Json, error_response
 from runtime.server.metrics import CONTENT_TYPE
 from runtime.server.page import add_page
-from runtime.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from runtime.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, check_text
 from runtime.server.security import Guard, Limits
 from runtime.server.service import Service
-from runtime.session import check_prompt_ids
 
 _log = logging.getLogger("runtime.server")
 
@@ -75,12 +74,15 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
+        check_text(body)
         encode = service.tokenizer.encode
         return Json({"tokens": await run_in_threadpool(encode, body.content, body.parse_special, body.add_special)})
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        check_prompt_ids(body.tokens, service.session.manifest)
+        for i, token in enumerate(body.tokens):
+            if token >= service.vocab_size:
+                raise bad_field(f"tokens[{i}]", f"{token} is no token; ids are 0 to {service.vocab_size - 1}")
         return Json({"content": await run_in_threadpool(service.tokenizer.decode, body.tokens, True)})
 
 
@@ -139,13 +141,20 @@ def _http_error(error: HTTPException) -> ApiError:
     """What the framework made of an error: the error itself, where it was ours."""
     if isinstance(error.__cause__, ApiError):
         return error.__cause__
+    if isinstance(error.__cause__, UnicodeDecodeError):
+        return ApiError(400, "the body is no JSON: it is not in UTF-8", code="invalid_json")
+    if isinstance(error.__cause__, RecursionError):
+        return ApiError(400, "the body is nested too deeply", code="invalid_json")
     return ApiError(error.status_code, str(error.detail), code="http_error")
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first error, by the path of its field in the body."""
     found = [(_field_path(each["loc"], error.body), each) for each in error.errors()]
-    path, first = max(found, key=lambda each: each[0].count(".") + each[0].count("["))
+    # Of the members of a union, the one that the value was meant for got farthest.
+    path, first = max(
+        found, key=lambda each: (each[0].count(".") + each[0].count("["), not each[1]["type"].endswith("_type"))
+    )
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is no JSON", code="invalid_json")
     if not path and isinstance(error.body, bytes):

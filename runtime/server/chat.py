@@ -20,7 +20,7 @@ from runtime.server.errors import bad_field
 from runtime.server.http import EventStream, Json, collect
 from runtime.server.listener import End, Origin, Piece, ReplyListener
 from runtime.server.reply_parts import ReplyParts
-from runtime.server.schema import ChatRequest
+from runtime.server.schema import ChatRequest, check_stream_options, check_text
 from runtime.server.service import Service, usage
 from runtime.server.stops import stop_strings
 from runtime.server.tool_calls import ToolCall, ToolCallReader
@@ -65,6 +65,8 @@ async def chat_completion(service: Service, body: ChatRequest, request: Request)
 
 def _prepare(service: Service, body: ChatRequest) -> _Prepared:
     """Everything that takes time before the first pass."""
+    check_text(body)
+    check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     tools = offered_tools(body)

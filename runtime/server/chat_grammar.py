@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
     """The tools that the model is told of. Raises ApiError for a choice that does not go with the tools."""
-    if body.tool_choice not in (None, "none") and not body.tools:
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise bad_field("tool_choice", "there are no tools to choose from")
     if body.tool_choice == "none" or not body.tools:
         return []

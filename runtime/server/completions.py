@@ -16,7 +16,7 @@ from runtime.scheduler import Job
 from runtime.server.errors import bad_field
 from runtime.server.http import EventStream, Json, collect
 from runtime.server.listener import End, Piece, ReplyListener
-from runtime.server.schema import CompletionRequest
+from runtime.server.schema import CompletionRequest, check_stream_options, check_text
 from runtime.server.service import Service, usage
 from runtime.server.stops import stop_strings
 from runtime.session import check_prompt_ids
@@ -45,6 +45,8 @@ async def completion(service: Service, body: CompletionRequest, request: Request
 
 
 def _prepare(service: Service, body: CompletionRequest) -> tuple[list[int], Sampler]:
+    check_text(body)
+    check_stream_options(body)
     prompt = _prompt_ids(service, body.prompt)
     return prompt, service.sampler(body, prompt, service.adjustments(body, top_logprobs=body.logprobs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
 import socket
@@ -19,6 +20,7 @@ from runtime.server.security import HEADER_BYTES_MAX
 
 CONNECTIONS_DEFAULT = 1024
 _LAST_WORDS_S = 10  # for clients to be told that their replies are cut off
+_PROBE_AFTER_S, _PROBE_EVERY_S = 0.005, 0.005  # whether a client that sends no more is still there
 _FILES_BESIDE = 128  # open files that are no connections
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -27,6 +29,12 @@ _FULL = (
 _FULL_BODY = (
     b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":"too_many_connections"}}'
 )
+_NO_HTTP = {
+    "message": "this is no HTTP request",
+    "type": "invalid_request_error",
+    "param": None,
+    "code": "invalid_http",
+}
 _log = logging.getLogger("runtime.server")
 
 
@@ -52,6 +60,8 @@ class _Limited(H11Protocol):
         self._awaited: object = None  # what of a request is waited for
         self._asking: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
+        self._probed = self._half_closed = False  # the client sends no more, and may be gone
+        self._probing: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.limits.count:
@@ -71,8 +81,34 @@ class _Limited(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop(self._asking)
         self._stop(self._reading)
+        self._stop(self._probing)
         if not self._refused:
             super().connection_lost(exc)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """A client that shuts its side down may still read the answer to what it has asked. One that has left looks
+        the same, until something is sent to it: its system then says so."""
+        if self._refused or not self._answering() or self.conn.their_state is h11.SEND_BODY:
+            return None  # the connection is closed
+        self._half_closed = True
+        self._probing = self.loop.call_later(_PROBE_AFTER_S, self._probe)
+        return True
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _probe(self) -> None:
+        """Once the answer takes its time: an interim response, which clients pass over, and its outcome."""
+        if self.transport.is_closing() or not self._answering():
+            return
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self._probed and not self.cycle.response_started and self.cycle.scope["http_version"] != "1.0":
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        self._probed = True
+        self._probing = self.loop.call_later(_PROBE_EVERY_S, self._probe)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -99,8 +135,23 @@ class _Limited(H11Protocol):
         self._stop(self._asking)
         self._awaited = None
         super().on_response_complete()
+        if self._half_closed and not self._answering():  # nothing more was asked
+            self.transport.close()
         if self.conn.their_state is h11.SEND_BODY:  # the next request came along with this one
             self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """As all errors are told."""
+        body = json.dumps({"error": _NO_HTTP}).encode()
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers.append((b"content-length", str(len(body)).encode()))
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _cut(self, what: str) -> None:
         _log.info("a client %s too slowly: its connection is cut", what)

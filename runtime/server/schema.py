@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.sampling import SEED_MAX, TEMPERATURE_MAX
+from runtime.server.errors import bad_field
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 STOPS_MAX, STOP_CHARS_MAX, TOOLS_MAX, MESSAGES_MAX = 16, 256, 256, 4096
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Strict(BaseModel):
@@ -53,6 +56,14 @@ class Common(_Strict):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Of OpenAI's, too, but for what is not done here.
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    web_search_options: None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class CompletionRequest(Common):
@@ -159,3 +170,28 @@ class TokenizeRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     tokens: list[TokenId]
+
+
+def check_stream_options(body: Common) -> None:
+    """Raises ApiError for what would have no effect."""
+    if body.stream_options is not None and not body.stream:
+        raise bad_field("stream_options", "only with stream: true")
+
+
+def check_text(body: BaseModel) -> None:
+    """Raises ApiError naming the first text that is no Unicode, a field's name or a value."""
+    left: list[tuple[str, Any]] = [("", body.model_dump(by_alias=True))]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str):
+            found = _SURROGATE.search(value)
+            if found is not None:
+                named = f"U+{ord(found[0]):04X}, at character {found.start()}"
+                raise bad_field(path, f"has a lone surrogate, {named}; give valid Unicode")
+        elif isinstance(value, dict):
+            for key, inner in reversed(value.items()):
+                shown = key.encode("utf-8", "backslashreplace").decode()
+                where = f"{path}.{shown}" if path else shown
+                left += [(where, inner), (where, key)]
+        elif isinstance(value, list):
+            left += [(f"{path}[{i}]", inner) for i, inner in reversed(list(enumerate(value)))]

@@ -54,7 +54,8 @@ class Running:
     def refusal(self, path: str = "/v1/chat/completions", **fields: Any) -> tuple[int, dict[str, Any]]:
         """Status and error of a request that is not served."""
         body = {"messages": USER, **fields} if "chat" in path else fields
-        reply = self.http.post(path, json=body)
+        content = json.dumps(body).encode()  # what is no Unicode, too
+        reply = self.http.post(path, content=content, headers={"Content-Type": "application/json"})
         assert reply.status_code >= 400, reply.text
         return reply.status_code, reply.json()["error"]
 

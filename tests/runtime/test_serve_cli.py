@@ -94,6 +94,8 @@ def test_what_cannot_be_served(exported: Callable[[str], Exported], tmp_path: Pa
         assert (outcome.code, "cannot listen on 127.0.0.1" in outcome.err) == (6, True)
     for flags, message in (
         (("--port", 70000), "--port 70000"),
+        (("--max-body", 0), "--max-body 0: wanted 1"),
+        (("--max-connections", 0), "--max-connections 0: wanted 1"),
         (("--sequences", -1), "--sequences -1"),
         (("--timeout", "nan"), "--timeout"),
         (("--temp", -1), "temperature"),

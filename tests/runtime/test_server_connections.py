@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -146,3 +148,70 @@ def test_bodies_of_clients_that_left_are_not_held(exported: Export) -> None:
                 made.sendall(HEAD.encode() + b"Content-Length: 9000\r\n\r\n" + b" " * 8_000)
         wait_for(lambda: server.http.post(CHAT, json={"messages": USER, "max_tokens": 1}).status_code == 200)
         assert server.chat(max_tokens=1)["choices"]
+
+
+def asking(path: str, body: dict[str, Any] | None = None, version: str = "1.1") -> bytes:
+    if body is None:
+        return f"GET {path} HTTP/{version}\r\nHost: localhost\r\n\r\n".encode()
+    text = json.dumps(body)
+    return (
+        HEAD.replace(CHAT, path).replace("1.1", version).encode()
+        + f"Content-Length: {len(text)}\r\n\r\n{text}".encode()
+    )
+
+
+LONG = {"messages": USER, "logit_bias": ENDLESS, "max_tokens": 150, "temperature": 0.5, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        asking("/health"),
+        asking("/health") + asking("/v1/models"),
+        asking(CHAT, {"messages": USER, "max_tokens": 1}),
+        asking(CHAT, LONG),
+        asking(CHAT, LONG, "1.0"),
+        asking(CHAT, {**LONG, "stream": True}),
+        asking(CHAT, {"messages": USER, "n": 2}),
+        asking("/nowhere"),
+        asking("/v1/completions", {"prompt": "def f(x):", "max_tokens": 60}),
+    ],
+)
+def test_a_client_that_has_said_all_is_answered(hasty: Running, sent: bytes) -> None:
+    """It shuts its side of the connection down, and reads: the answer, all of it, and the end."""
+    with connected(hasty) as made:
+        made.sendall(sent)
+        made.shutdown(socket.SHUT_WR)
+        reply = everything(made)
+    statuses = re.findall(rb"HTTP/1.1 (\d+) ", reply)
+    final = [status for status in statuses if status != b"102"]
+    assert len(final) == sent.count(b" HTTP/1."), reply
+    assert statuses == final if b" HTTP/1.0" in sent else statuses.count(b"102") <= 1
+    assert reply.rstrip().endswith((b"}", b"\r\n0"))
+    if b'"stream"' in sent:
+        assert b"data: [DONE]" in reply
+    hasty.idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("half_first", [True, False])
+def test_a_client_that_leaves_is_noticed(hasty: Running, stream: bool, half_first: bool) -> None:
+    """Also one that had shut its side down before. It would be answered for a minute otherwise."""
+    for _ in range(3):
+        with connected(hasty) as made:
+            made.sendall(asking(CHAT, {**LONG, "max_tokens": None, "stream": stream}))
+            wait_for(lambda: hasty.service.scheduler.num_active > 0)
+            if half_first:
+                made.shutdown(socket.SHUT_WR)
+        wait_for(lambda: hasty.service.scheduler.num_active == 0)
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n"])
+def test_what_is_no_http(hasty: Running, sent: bytes) -> None:
+    """Told as all errors are."""
+    with connected(hasty) as made:
+        made.sendall(sent)
+        reply = everything(made)
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
+    assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
