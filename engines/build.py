@@ -26,9 +26,9 @@ from engines.build_flags import (
     build_parser,
     check_numbers,
 )
-from engines.command import report, run_command
+from engines.command import report, run_command, say
 from engines.draft_head import draft_head_options
-from engines.engine_files import kept_engines, part_of, put_in_place
+from engines.engine_files import Undone, kept_engines, put_in_place, work_folder
 from engines.engine_manifest import (
     Engine,
     EngineManifest,
@@ -80,30 +80,28 @@ def build_engines(
     made: dict[str, Engine] = {}
     weights: dict[str, WeightPlace] = {}
     try:
-        for role, path in models.items():
-            model = load_graph(path)
-            listing: list[str] | None = [] if layers else None
-            form = form_of(role, model, options.lowering)
-            made[role] = _build_role(role, form, path, folder, options, manifest, progress, listing)
-            weights.update(weight_places(form))
-            if layers and listing is not None:
-                layers(role, listing)
-        result = EngineManifest(
-            build_key=key,
-            content_key=manifest.content_key,
-            tensorrt=chosen.name,
-            tensorrt_version=chosen.version,
-            plugins=digest,
-            options=options,
-            engines=made,
-            weights=weights,
-        )
-        put_in_place(folder, result)
+        with work_folder(folder) as work:
+            for role, path in models.items():
+                model = load_graph(path)
+                listing: list[str] | None = [] if layers else None
+                form = form_of(f"{work.name}/{role}", model, options.lowering)
+                made[role] = _build_role(role, form, path, work, options, manifest, progress, listing)
+                weights.update(weight_places(form))
+                if layers and listing is not None:
+                    layers(role, listing)
+            result = EngineManifest(
+                build_key=key,
+                content_key=manifest.content_key,
+                tensorrt=chosen.name,
+                tensorrt_version=chosen.version,
+                plugins=digest,
+                options=options,
+                engines=made,
+                weights=weights,
+            )
+            put_in_place(folder, work, result)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot write engines ({error.strerror or error}); free space") from error
-    finally:
-        for role in models:
-            part_of(folder / f"{role}.engine").unlink(missing_ok=True)
     return result, True
 
 
@@ -111,7 +109,7 @@ def _build_role(
     role: str,
     form: LayerForm,
     path: Path,
-    folder: Path,
+    work: Path,
     options: EngineOptions,
     manifest: Manifest,
     progress: Progress,
@@ -119,13 +117,13 @@ def _build_role(
 ) -> Engine:
     model, limits = sized(form, manifest.geometry, options), profiles(role, options)
     inputs, outputs = bindings(model)
-    file = folder / f"{role}.engine"
-    with packed(form, folder) if options.embed_weights else nullcontext():
+    file = work / f"{role}.engine"
+    with packed(form, work.parent) if options.embed_weights else nullcontext():
         nbytes, digest = build_engine(
             model,
             path,
             limits,
-            part_of(file),
+            file,
             embed_weights=options.embed_weights,
             progress=lambda phase, fraction: progress(f"{role}: {phase}", fraction),
             layers=listing,
@@ -188,8 +186,29 @@ def _options(given: argparse.Namespace, folder: Path) -> EngineOptions:
     _checked(replace(options, context=longest), manifest, folder)
     free_bytes = free_gpu_bytes() if given.gpu_memory is None else int(given.gpu_memory * 1e9)
     options = replace(options, context=fitting_context(folder, manifest, options, free_bytes))
-    print(f"note: --context auto: {options.context} of the model's {longest}", file=sys.stderr)
+    say(f"note: --context auto: {options.context} of the model's {longest}", to=sys.stderr)
     return options
+
+
+def _built(
+    given: argparse.Namespace, folder: Path, layers: Callable[[str, list[str]], None] | None
+) -> tuple[EngineManifest, bool]:
+    options = _options(given, folder)
+    with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
+
+        def progress(phase: str, fraction: float) -> None:
+            bar.set_description_str(f"{phase} ", refresh=False)
+            bar.n = fraction
+            bar.refresh()
+
+        return build_engines(
+            folder,
+            options,
+            library=given.plugins,
+            progress=progress,
+            layers=layers,
+            sound=not given.model.is_dir(),  # just exported, or looked at when it was found
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -197,37 +216,23 @@ def main(arguments: list[str] | None = None) -> int:
 
     def show(role: str, listing: list[str]) -> None:
         for line in listing:
-            print(f"{role}: {line}")
+            say(f"{role}: {line}")
 
     try:
         given = build_parser().parse_args(arguments)
         check_numbers(given)
-        folder = exported_folder(
-            given.model, given.output, not given.no_draft, draft_head_options(given), given.context
-        )
-        options = _options(given, folder)
-        with tqdm(total=1.0, bar_format="{desc}{bar}", file=sys.stderr, leave=False, disable=None) as bar:
-
-            def progress(phase: str, fraction: float) -> None:
-                bar.set_description_str(f"{phase} ", refresh=False)
-                bar.n = fraction
-                bar.refresh()
-
-            manifest, built = build_engines(
-                folder,
-                options,
-                library=given.plugins,
-                progress=progress,
-                layers=show if given.layers else None,
-                sound=not given.model.is_dir(),  # just exported, or looked at when it was found
+        with Undone() as undone:
+            folder = exported_folder(
+                given.model, given.output, not given.no_draft, draft_head_options(given), given.context, undone.made
             )
+            manifest, built = _built(given, folder, show if given.layers else None)
     except NextnError as error:
         return report(error)
     for role, engine in manifest.engines.items():
         state = "built" if built else "up to date"
-        print(f"{folder / engine.file}: {role}, {engine.nbytes / 1e6:.1f} MB, {state}")
+        say(f"{folder / engine.file}: {role}, {engine.nbytes / 1e6:.1f} MB, {state}")
         for note in engine.notes:
-            print(f"note: {role}: {note}", file=sys.stderr)
+            say(f"note: {role}: {note}", to=sys.stderr)
     return 0
 
 

@@ -9,25 +9,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import re
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.command import Parser, report, run_command
+from engines.command import Parser, report, run_command, say
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.manifest import load_manifest
+from engines.work_folders import leftovers, remove_leftovers
 
 CACHE_VARIABLE = "NEXTN_CACHE"
 CACHE_NAME = "nextn-trt"
 # Nothing else in the folder is looked at, let alone removed.
 _ENTRY = re.compile(r"[0-9a-f]{32,}-[0-9a-f]{12}(-plain|-[0-9a-f]{20})?")
-_PART = re.compile(rf"\.{_ENTRY.pattern}\.(?P<node>.*)\.(?P<pid>\d+)")
 _DAY_SECONDS = 86400.0
-# An export takes minutes. One this old belongs to no process any more, whatever machine shares the folder.
-_LONGEST_EXPORT_SECONDS = _DAY_SECONDS
 
 
 def default_cache_dir() -> Path:
@@ -46,11 +43,6 @@ def entry_name(content_key: str, with_draft: bool, draft_head_key: str = "") -> 
 
     kind = draft_head_key if with_draft else "plain"
     return "-".join([content_key, exporter_version(), *([kind] if kind else [])])
-
-
-def part_name(name: str) -> str:
-    """Of the folder in which this process makes the export ``name``."""
-    return f".{name}.{platform.node()}.{os.getpid()}"
 
 
 def mark_used(folder: Path) -> None:
@@ -76,10 +68,11 @@ def entries(cache: Path) -> list[Entry]:
         return []
     from export.version import exporter_version
 
-    found, version = [], exporter_version()
+    found = []
+    version, left = exporter_version(), set(leftovers(cache, _ENTRY.pattern))
     for path in cache.iterdir():
         model = "?"
-        if _is_leftover(path):
+        if path in left:
             useless = "left by an export that was ended"
         elif _ENTRY.fullmatch(path.name) and path.is_dir():
             try:
@@ -108,32 +101,9 @@ def to_remove(found: list[Entry], older_than_days: float | None, max_bytes: floa
     return gone
 
 
-def remove_leftovers(cache: Path) -> None:
+def remove_killed_exports(cache: Path) -> None:
     """Remove what exports left whose process was ended."""
-    for path in cache.iterdir():
-        if _is_leftover(path):
-            shutil.rmtree(path, ignore_errors=True)  # another process may be at it, or it is another user's
-
-
-def _is_leftover(path: Path) -> bool:
-    """Whether a folder named by `part_name` is nobody's any more."""
-    match = _PART.fullmatch(path.name)
-    if not match or not path.is_dir():
-        return False
-    if time.time() - path.stat().st_mtime > _LONGEST_EXPORT_SECONDS:
-        return True
-    # Only on its own machine does the number of a process mean anything.
-    return match["node"] == platform.node() and os.name == "posix" and not _runs(int(match["pid"]))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
+    remove_leftovers(cache, _ENTRY.pattern)
 
 
 def _remove(gone: list[Entry]) -> None:
@@ -142,7 +112,7 @@ def _remove(gone: list[Entry]) -> None:
             shutil.rmtree(entry.path)
         except OSError as error:
             raise ResourceError(f"{entry.path}: cannot be removed ({error.strerror or error})") from error
-        print(f"removed {_line(entry)}")
+        say(f"removed {_line(entry)}")
 
 
 def _line(entry: Entry) -> str:
@@ -184,8 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
             _remove(gone)
         left = [entry for entry in found if entry not in gone]
         for entry in left:
-            print(_line(entry))
-        print(f"{sum(entry.nbytes for entry in left) / 1e9:8.3f} GB in {len(left)} exports in {cache}")
+            say(_line(entry))
+        say(f"{sum(entry.nbytes for entry in left) / 1e9:8.3f} GB in {len(left)} exports in {cache}")
     except NextnError as error:
         return report(error)
     return 0

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import io
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TextIO
 
-from engines.errors import DeviceLostError, NextnError, ResourceError, UsageError, printable
+from engines.errors import DeviceLostError, NextnError, ResourceError, UsageError, printable, printable_lines
+from engines.signals import Terminated, signals_raise
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
@@ -31,18 +28,16 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-class Terminated(BaseException):
-    """SIGTERM came: what is open is to be cleared up, as after Ctrl-C."""
-
-
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command line and leave with its exit code; what it raises becomes one line on stderr."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # text is UTF-8 whatever the locale says
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
-        with _sigterm_raises():
+        with signals_raise():
             code = main()
             sys.stdout.flush()
     except DeviceLostError as error:
@@ -80,45 +75,15 @@ def _of_a_file(error: OSError) -> NextnError:
     return UsageError(message) if error.errno in _WRONG_PATHS else ResourceError(message)
 
 
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print lines to stdout, or ``to``. Names in them, of files, tensors and models, must not speak to the terminal."""
+    print(printable_lines(text), file=to or sys.stdout)
+
+
 def report(error: NextnError) -> int:
     """Print the error; its exit code. What a file had in its names must not speak to the terminal."""
     print("error:", printable(str(error)), file=sys.stderr)
     return error.exit_code
-
-
-@contextlib.contextmanager
-def signals_kept(kept: Callable[[BaseException], None]) -> Iterator[None]:
-    """Inside the block Ctrl-C and SIGTERM raise nothing; ``kept`` is given what they would have raised."""
-    errors: dict[int, type[BaseException]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        kept(errors[number]())
-
-    with contextlib.ExitStack() as stack:
-        for number in errors:
-            stack.enter_context(_handler(number, on_signal))
-        yield
-
-
-@contextlib.contextmanager
-def _handler(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Python takes signals in its main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        # None: a handler that was not set from Python.
-        signal.signal(number, signal.SIG_DFL if before is None else before)
-
-
-def _sigterm_raises() -> contextlib.AbstractContextManager[None]:
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    return _handler(signal.SIGTERM, on_signal)
 
 
 def _open_closed_streams() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.given_files import open_file
 
 HEAD_TYPES = ("keep", "q4_k")
 ALL_ROWS = 0
@@ -59,7 +60,7 @@ class DraftHeadOptions:
         digest = hashlib.blake2b(f"{self.rows} {self.head_type} {bool(self.table)}".encode(), digest_size=10)
         for path in (*self.texts, *([self.table] if self.table else [])):
             try:
-                with open(path, "rb") as file:
+                with open_file(path, regular=True) as file:  # it is read again, for the counts
                     content = hashlib.blake2b(digest_size=16)
                     while piece := file.read(_READ_BYTES):
                         content.update(piece)

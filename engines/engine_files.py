@@ -3,33 +3,75 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from engines.engine_manifest import ENGINES_NAME, EngineManifest, load_engine_manifest
 from engines.errors import EngineError
+from engines.manifest import MANIFEST_NAME
+from engines.signals import Terminated
+from engines.work_folders import remove_leftovers, work_name
 
 _PIECE_BYTES = 8 << 20
+_WORK = "engines"
 
 
-def part_of(path: Path) -> Path:
-    """The name under which this process writes an engine until it is whole."""
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
+@contextlib.contextmanager
+def work_folder(folder: Path) -> Iterator[Path]:
+    """A folder in ``folder`` for what this process builds, as long as the block runs. What killed builds left there is
+    removed first. Raises OSError."""
+    remove_leftovers(folder, _WORK)
+    work = folder / work_name(_WORK)
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def put_in_place(folder: Path, made: EngineManifest) -> None:
-    """Give the engines that lie under `part_of` their names, then write their manifest. Raises OSError."""
+def _others_build_in(folder: Path) -> bool:
+    """Whether another process, or one that was killed a moment ago, builds engines there."""
+    own = work_name(_WORK)
+    return any(path.name.startswith(f".{_WORK}.") and path.name != own for path in folder.iterdir())
+
+
+class Undone:
+    """A context manager: Ctrl-C and SIGTERM inside it leave no export behind that was `made` inside it."""
+
+    def __init__(self) -> None:
+        self._made: Path | None = None
+        self._inode = 0
+
+    def made(self, folder: Path) -> None:
+        """``folder`` was not there before."""
+        self._made, self._inode = folder.resolve(), folder.stat().st_ino
+
+    def __enter__(self) -> Undone:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._made is None or kind not in (KeyboardInterrupt, Terminated) or not self._made.is_dir():
+            return
+        # Others may have begun or finished something there, or put another export in its place.
+        theirs = self._made.stat().st_ino != self._inode or (self._made / ENGINES_NAME).exists()
+        if not theirs and not _others_build_in(self._made):
+            shutil.rmtree(self._made, ignore_errors=True)
+
+
+def put_in_place(folder: Path, work: Path, made: EngineManifest) -> None:
+    """Take the engines out of ``work``, then write their manifest. Raises OSError."""
     with _locked(folder):
         # Old engines are not described while they are being replaced.
         (folder / ENGINES_NAME).unlink(missing_ok=True)
         for engine in made.engines.values():
-            part = part_of(folder / engine.file)
-            with open(part, "rb") as file:
+            with open(work / engine.file, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(part, folder / engine.file)
+            os.replace(work / engine.file, folder / engine.file)
         made.save(folder)
 
 
@@ -38,7 +80,15 @@ def _locked(folder: Path) -> Iterator[None]:
     """Wait for the folder, and hold it. The system gives it up when the process ends, however it does."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            # NFS locks what is open for writing, which folders never are.
+            os.close(handle)
+            handle = os.open(folder / MANIFEST_NAME, os.O_RDWR)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import EngineError
+from engines.given_files import read_bytes, reason
 from engines.kinds import check_kinds
-from engines.manifest import Geometry
+from engines.manifest import MOST_BYTES, Geometry, check_file_name
 
 _DTYPES = ("float32", "float16", "int8", "int32", "int64")
 ENGINES_NAME = "engines.json"
@@ -124,7 +125,7 @@ class EngineManifest:
         engine = self.engines[role]
         path = folder / engine.file
         found = path.stat().st_size if path.is_file() else None
-        if path.parent != folder or found != engine.nbytes:
+        if found != engine.nbytes:
             raise EngineError(
                 f"{path}: {'missing' if found is None else f'{found} bytes'}, {ENGINES_NAME} says {engine.nbytes} "
                 "bytes; run `python -m engines.build` again"
@@ -136,11 +137,11 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
     """Read `engines.json`. Raises EngineError naming what is wrong with it."""
     path = folder / ENGINES_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bytes(path, MOST_BYTES).decode())
     except FileNotFoundError:
         raise EngineError(f"{folder}: no {ENGINES_NAME}; build engines with `python -m engines.build`") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"{path}: unreadable ({error}); run `python -m engines.build` again") from None
+        raise EngineError(f"{path}: unreadable ({reason(error)}); run `python -m engines.build` again") from None
     found = raw.get("format_version") if isinstance(raw, dict) else None
     if found != FORMAT_VERSION:
         raise EngineError(f"{path}: format {found!r}, wanted {FORMAT_VERSION}; run `python -m engines.build` again")
@@ -166,8 +167,7 @@ def _check_places(manifest: EngineManifest) -> None:
     """Raise ValueError at the first file outside the folder, or piece outside its weight."""
     pieces = [piece for place in manifest.weights.values() for piece in place.pieces]
     for name in (*(engine.file for engine in manifest.engines.values()), *(piece.file for piece in pieces)):
-        if Path(name).name != name or name in ("", ".."):
-            raise ValueError(f"{name!r} is not the name of a file in the folder")
+        check_file_name(name)
     for weight, place in manifest.weights.items():
         for piece in place.pieces:
             if min(piece.offset, piece.nbytes, piece.at) < 0 or piece.at + piece.nbytes > place.nbytes:

@@ -64,4 +64,13 @@ def printable(text: str) -> str:
     """In one line, without characters that a terminal would obey; of very long ones the two ends."""
     if len(text) > _LONGEST_LINE:
         text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
+    return _obeyed_by_none(text)
+
+
+def printable_lines(text: str) -> str:
+    """Without characters that a terminal would obey, as it is else."""
+    return "\n".join(map(_obeyed_by_none, text.split("\n")))
+
+
+def _obeyed_by_none(text: str) -> str:
     return "".join(char if char.isprintable() else " " if char in "\n\t" else f"\\x{ord(char):02x}" for char in text)

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import EngineError, printable
+from engines.given_files import read_bytes, reason
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
+MOST_BYTES = 16 << 20  # of a manifest
 _WHOLE_BYTES = 64 << 20
 _FROM_ZERO = ("gdn_layers", "attention_layers", "draft_layer", "end_token_ids", "bos_token_id", "num_heads")
 _MOST = 1 << 31
@@ -99,7 +101,7 @@ class Manifest:
         name, size = self.files[role]
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
-        if path.parent != folder or found != size:
+        if found != size:
             raise EngineError(
                 f"{path}: {'missing' if found is None else f'{found} bytes'}, the manifest says {size} bytes;"
                 f" the export is damaged, {self._cure}"
@@ -145,13 +147,13 @@ def load_manifest(folder: Path) -> Manifest:
     """Read `manifest.json` of an exported folder. Raises EngineError naming what is wrong with it."""
     path = folder / MANIFEST_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_bytes(path, MOST_BYTES).decode())
     except FileNotFoundError:
         raise EngineError(
             f"{folder}: no {MANIFEST_NAME}; not an exported model (make one with `python -m export`)"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"{path}: unreadable manifest ({error}); run `python -m export` again") from None
+        raise EngineError(f"{path}: unreadable manifest ({reason(error)}); run `python -m export` again") from None
     if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
         found = raw.get("format_version") if isinstance(raw, dict) else None
         raise EngineError(f"{path}: manifest format {found!r}, wanted {FORMAT_VERSION}; run `python -m export` again")
@@ -176,6 +178,12 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def check_file_name(name: str) -> None:
+    """Raise ValueError for what would lead out of the folder of a manifest."""
+    if Path(name).name != name or name in ("", ".."):
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
+
+
 def _check_kinds(manifest: Manifest) -> None:
     """Raise ValueError at the first entry that is not of its kind."""
     for name, value in (*asdict(manifest.geometry).items(), *asdict(manifest.tokenizer).items()):
@@ -196,3 +204,4 @@ def _check_kinds(manifest: Manifest) -> None:
     for role, entry in manifest.files.items():
         if not (isinstance(entry, tuple) and [type(part) for part in entry] == [str, int]):
             raise ValueError(f"the entry of {role!r} is {entry!r}")
+        check_file_name(entry[0])

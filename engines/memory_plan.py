@@ -10,9 +10,10 @@ import numpy as np
 from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, WeightPlace
 from engines.errors import ResourceError
 from engines.manifest import Geometry
+from engines.sizes import size_text
 
-# Beside what is planned, the driver takes memory for code and launches.
-RESERVE_BYTES = 256 << 20
+# For code and launches.
+DRIVER_BYTES = 256 << 20
 # Graphs of some twenty passes: 10.5 MB measured for nine layers (docs/gpu.md).
 _RECORDED_LAYER_BYTES = 1_200_000
 _F32_BYTES = 4
@@ -23,7 +24,7 @@ _WEIGHT_ALIGNMENT = 256
 class MemoryPlan:
     """Bytes by part. kv_caches, states, recorded (passes): of all ``sequences``; so is a part of buffers, hidden rows.
     code: the engines' own constants and kernels. kv_cache: their kind, "f16" or "int8". context: tokens that these
-    hold."""
+    hold. driver: what it takes for itself, beside what is planned."""
 
     weights: int
     kv_caches: int
@@ -35,11 +36,12 @@ class MemoryPlan:
     kv_cache: str
     context: int
     sequences: int = 1
+    driver: int = DRIVER_BYTES
 
     @property
     def total(self) -> int:
         held = self.weights + self.kv_caches + self.states + self.activations
-        return held + self.buffers + self.recorded + self.code
+        return held + self.buffers + self.recorded + self.code + self.driver
 
     def __str__(self) -> str:
         each = f" of {self.sequences} sequences" if self.sequences > 1 else ""
@@ -51,17 +53,18 @@ class MemoryPlan:
             ("buffers", self.buffers),
             (f"recorded passes{each}", self.recorded),
             ("engine code", self.code),
+            ("driver", self.driver),
         )
         return f"{size_text(self.total)} ({', '.join(f'{name} {size_text(nbytes)}' for name, nbytes in parts)})"
 
     def largest_context(self, free: int) -> int:
         """Tokens that KV caches could hold in ``free`` bytes of GPU memory, all else being as it is; 0: none."""
-        left = free - RESERVE_BYTES - (self.total - self.kv_caches)
+        left = free - (self.total - self.kv_caches)
         return max(0, left * self.context // self.kv_caches)
 
     def fits(self, free: int) -> bool:
         """Whether ``free`` bytes of GPU memory are enough."""
-        return self.total + RESERVE_BYTES <= free
+        return self.total <= free
 
     def check(self, free: int, total: int) -> None:
         """Raise ResourceError when ``free`` of the GPU's ``total`` bytes are not enough."""
@@ -71,7 +74,7 @@ class MemoryPlan:
             smaller_cache = "" if self.kv_cache == "int8" or not fits else " or with --kv-cache int8"
             fewer = f"serve fewer --sequences than {self.sequences}, " if self.sequences > 1 else ""
             raise ResourceError(
-                f"not enough GPU memory: needs {self}, {size_text(free)} of {size_text(total)} are free; "
+                f"not enough GPU memory: needs {self}, {size_text(free, self.total)} of {size_text(total)} are free; "
                 f"{fewer}{smaller}{smaller_cache}, or close other programs"
             )
 
@@ -101,11 +104,12 @@ def plan_memory(
 def check_one_more(manifest: EngineManifest, geometry: Geometry, roles: Sequence[str], free: int, total: int) -> None:
     """Raise ResourceError when ``free`` of the GPU's ``total`` bytes do not hold one more sequence."""
     two, one = (plan_memory(manifest, geometry, roles, 0, n).total for n in (2, 1))
-    if two - one > free:
+    needed = two - one
+    if needed > free:
         raise ResourceError(
-            f"not enough GPU memory for one more sequence: needs {size_text(two - one)}, {size_text(free)} of "
-            f"{size_text(total)} are free; serve fewer --sequences, build engines with a smaller --context, or close "
-            "other programs"
+            f"not enough GPU memory for one more sequence: needs {size_text(needed, free)}, "
+            f"{size_text(free, needed)} of {size_text(total)} are free; serve fewer --sequences, build engines with a "
+            "smaller --context, or close other programs"
         )
 
 
@@ -146,8 +150,3 @@ def weights_nbytes(places: Mapping[str, WeightPlace]) -> int:
 def padded(nbytes: int) -> int:
     """Kernels read whole 16-byte pieces, and every weight begins aligned."""
     return -(-nbytes // _WEIGHT_ALIGNMENT) * _WEIGHT_ALIGNMENT
-
-
-def size_text(nbytes: int) -> str:
-    """For people."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 import onnx
 from onnx import TensorProto, helper
 
-from engines.command import signals_kept
 from engines.engine_manifest import Binding, Profile
 from engines.errors import EngineError, ResourceError
 from engines.mapped_weights import MappedWeights
+from engines.signals import signals_kept
 from export.rtx16_dialect import to_rtx16
 from export.weight_inputs import weights_as_inputs
 from plugins import ops

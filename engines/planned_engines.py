@@ -11,8 +11,9 @@ import onnx
 from engines.engine_manifest import Engine, EngineManifest, EngineOptions, Profile, pool_size
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Geometry, Manifest
-from engines.memory_plan import plan_memory, size_text
+from engines.memory_plan import plan_memory
 from engines.network import bindings, fix_sizes, load_graph
+from engines.sizes import size_text
 from engines.weight_places import weight_places
 from export.int8_caches import with_int8_caches
 from export.lower_layers import LayerForm, merge_layers

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.command import Parser, report, run_command
+from engines.command import Parser, report, run_command, say
 from engines.engine_manifest import Engine, EngineManifest, Profile, load_engine_manifest
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from plugins.load import find_library
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         given = parser.parse_args(arguments)
-        print("\n".join(commands(given.folder, given.position, given.plugins)))
+        say("\n".join(commands(given.folder, given.position, given.plugins)))
     except NextnError as error:
         return report(error)
     return 0

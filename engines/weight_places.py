@@ -13,6 +13,7 @@ from onnx import TensorProto
 
 from engines.engine_manifest import WeightPiece, WeightPlace
 from engines.errors import EngineError, ResourceError
+from engines.sizes import size_text
 from export.lower_layers import LayerForm
 from export.weight_inputs import external_weights
 from plugins.ops import pack_offsets
@@ -44,8 +45,8 @@ def packed(form: LayerForm, folder: Path) -> Iterator[None]:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ResourceError(
-            f"{path}: embedding the weights takes {needed / 1e9:.2f} GB for a while, {free / 1e9:.2f} GB are free; "
-            "free space, or build with --lowering ops"
+            f"{path}: embedding the weights takes {size_text(needed, free)} for a while, {size_text(free, needed)} are "
+            "free; free space, or build with --lowering ops"
         )
     places = weight_places(form)
     try:

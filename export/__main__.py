@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engines.command import Parser, report, run_command
+from engines.command import Parser, report, run_command, say
 from engines.draft_head import add_draft_head_arguments, draft_head_options
 from engines.errors import NextnError
 from export.config import load_config
@@ -44,10 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
     except NextnError as error:
         return report(error)
     for note in manifest.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", to=sys.stderr)
     size = sum(nbytes for _, nbytes in manifest.files.values())
     head = f"draft head at block {manifest.geometry.draft_layer}" if manifest.has_draft else "no draft head"
-    print(f"{options.output}: {manifest.model_name}, {len(manifest.files)} files, {size / 1e6:.1f} MB, {head}")
+    say(f"{options.output}: {manifest.model_name}, {len(manifest.files)} files, {size / 1e6:.1f} MB, {head}")
     return 0
 
 

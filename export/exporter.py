@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import numpy as np
 from engines.draft_head import DraftHeadOptions
 from engines.errors import ResourceError, UsageError, printable
 from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
+from engines.sizes import size_text
 from engines.whole_files import whole_digests
+from engines.work_folders import names_of, remove_leftovers, work_name
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
 from export.draft_head import HEAD_NAME, IDS_NAME, check_options, count_cut_weights, cut_draft_head
@@ -33,6 +36,7 @@ WEIGHTS_NAME = "weights.bin"
 TARGETS = ("onnxruntime", "tensorrt")
 WHOLE_HEAD = DraftHeadOptions()
 _SWAP_ATTEMPTS = 100
+_OLD = ".old"
 
 
 def export_model(
@@ -43,11 +47,13 @@ def export_model(
     target: str = "onnxruntime",
     draft_head: DraftHeadOptions = WHOLE_HEAD,
     progress: Callable[[int], None] = lambda values: None,
+    replaces: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Export a GGUF into ``folder``, which is replaced as a whole once everything is written.
 
     ``target``: one of TARGETS. ``draft`` False leaves the draft head out, ``draft_head`` says how much of the LM head
-    it gets. ``progress`` is told the number of weights handled, piece by piece (see `count_weights`).
+    it gets. ``progress`` is told the number of weights handled, piece by piece (see `count_weights`). ``replaces`` is
+    asked when all is written: whether it takes the place of what is there.
 
     Raises ModelFileError, UsageError (folder holds something else), ResourceError (disk).
     """
@@ -59,12 +65,15 @@ def export_model(
         check_plugins_take(config, file.path)
     else:
         _check_disk(folder, file, config, draft_head)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part = folder.with_name(work_name(folder.name))
     try:
-        part.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder.parent, f"{names_of(folder.name)}({re.escape(_OLD)})?")
+        part.mkdir()
         manifest = _write_all(file, config, part, target, draft_head, progress)
         _sync(part)
-        _swap(part, folder)
+        if replaces():
+            _swap(part, folder)
     except OSError as error:
         raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
     finally:
@@ -211,14 +220,14 @@ def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig, draft_head: D
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ResourceError(
-            f"{folder}: the export needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free; "
+            f"{folder}: the export needs {size_text(needed, free)}, {size_text(free, needed)} are free; "
             "free space or choose another folder (-o, --cache-dir)"
         )
 
 
 def _swap(part: Path, folder: Path) -> None:
     """Put ``part`` in the place of ``folder``; into it, manifest last, where it cannot be moved (a mount point)."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    old = folder.with_name(work_name(folder.name, _OLD))
     for attempt in range(_SWAP_ATTEMPTS):
         try:
             if folder.exists():

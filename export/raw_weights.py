@@ -16,6 +16,7 @@ import numpy as np
 from onnx import TensorProto
 
 from engines.errors import ModelFileError, ResourceError
+from engines.sizes import size_text
 from export.blocks import BLOCK_FORMS
 from export.gguf_file import GGUFFile, GGUFTensor
 from export.graph import Weight
@@ -118,8 +119,8 @@ def place_gguf(file: GGUFFile, folder: Path) -> list[str]:
         needed, free = os.path.getsize(source), shutil.disk_usage(folder).free
         if needed > free:
             raise ResourceError(
-                f"{folder}: no hard link to {shard} possible, and a copy needs {needed / 1e9:.2f} GB, "
-                f"{free / 1e9:.2f} GB are free; free space or choose an -o on the model's own disk"
+                f"{folder}: no hard link to {shard} possible, and a copy needs {size_text(needed, free)}, "
+                f"{size_text(free, needed)} are free; free space or choose an -o on the model's own disk"
             )
         shutil.copyfile(source, target)
     return names

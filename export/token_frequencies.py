@@ -6,20 +6,22 @@ names the vocabulary, then a line "id<TAB>count" for every token that occurs, mo
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from engines.command import Parser, report, run_command
+from engines.command import Parser, report, run_command, say
 from engines.draft_head import TABLE_MAGIC, DraftHeadOptions, table_head
 from engines.errors import NextnError, ResourceError, UsageError
+from engines.given_files import given_text, open_file, reason
 from export.draft_tokens import choose_tokens
 from export.gguf_file import GGUFFile
 from export.tokenizer import build_tokenizer, vocabulary
 
-_PIECE_CHARACTERS = 1 << 20
+_PIECE_CHARACTERS = _REST_CHARACTERS = 1 << 18  # and of the line that a piece ends in
 _SHOWN_ROWS = (8192, 16384, 32768, 65536, 131072)
 
 
@@ -57,12 +59,7 @@ def write_table(file: GGUFFile, counts: np.ndarray, path: Path) -> None:
 
 def read_table(file: GGUFFile, path: Path) -> np.ndarray:
     """Occurrences [V] i64 from a table. Raises UsageError: not a table, damaged, or of another vocabulary."""
-    try:
-        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path}: cannot be read ({error}); make it with `python -m export.token_frequencies`"
-        ) from None
+    first, *lines = given_text("", path, "make it with `python -m export.token_frequencies`").splitlines() or [""]
     if not first.startswith(TABLE_MAGIC):
         raise UsageError(
             f"{path}: is no table of token frequencies (make one with `python -m export.token_frequencies`); "
@@ -102,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         counts = count_tokens(file, given.texts)
         if given.output is not None:
             write_table(file, counts, given.output)
-        print(_report(file, counts))
+        say(_report(file, counts))
     except NextnError as error:
         return report(error)
     return 0
@@ -124,11 +121,11 @@ def _report(file: GGUFFile, counts: np.ndarray) -> str:
 def _pieces(path: Path) -> Iterator[str]:
     """The text in pieces that end with a line where they can."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(io.BufferedReader(open_file(path, regular=True)), "utf-8", newline="") as file:
             while piece := file.read(_PIECE_CHARACTERS):
-                yield piece + file.readline()
+                yield piece + file.readline(_REST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as UTF-8 text ({error})") from None
+        raise UsageError(f"{path}: cannot be read as UTF-8 text ({reason(error)}); give a readable file") from None
 
 
 if __name__ == "__main__":

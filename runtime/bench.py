@@ -31,7 +31,7 @@ from runtime.benchmark.report import FORMAT, depth_entry, device_entries, failur
 from runtime.benchmark.table import table
 from runtime.benchmark.text import Texts, load_texts
 from runtime.benchmark.traffic import Traffic, traffic_of
-from runtime.command_line import run_command
+from runtime.command_line import run_command, say
 from runtime.engine import TimedDraft, TimedTrunk
 from runtime.model_cache import exported_folder
 from runtime.session import Session, open_session
@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
         _write_json(report, options.json)
     if options.chart:
         draw(report, options.chart)
-    print(table(report))
+    say(table(report))
     for line in report["failures"]:
-        print(f"failed: {line}", file=sys.stderr)
+        say(f"failed: {line}", to=sys.stderr)
     return EXIT_FAILED if report["failures"] else 0
 
 
@@ -76,7 +76,7 @@ class _Benchmark:
             vocab_size = session.manifest.geometry.vocab_size
             self._expected = load_expected(options.expect, options.predict, vocab_size)
             last = (self._expected.after,)
-        self._texts: Texts = load_texts(session.tokenizer, options.prompt_file, last)
+        self._texts: Texts = load_texts(session.tokenizer, options.prompt_file, last, session.context_size)
         most = session.trunk.max_rows - 1
         draft_ns = options.drafts or range(1, most + 1)
         if session.draft is not None and max(draft_ns, default=0) > most:

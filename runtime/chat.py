@@ -27,7 +27,7 @@ from runtime.terminal.conversation import Conversation
 from runtime.terminal.local import LocalModel
 from runtime.terminal.model import ChatModel, Reply, Settings
 from runtime.terminal.remote import RemoteModel
-from runtime.terminal.screen import Screen
+from runtime.terminal.screen import MOST_CHARACTERS, MessageTooLong, Screen
 
 _MIB = 1 << 20
 _SERVERS = ("ctx_size", "threads", "backend", "cache_dir", "spec_type", "spec_draft_n_max", "cache_ram")
@@ -120,6 +120,8 @@ def _run(chat: Conversation) -> int:
             chat.screen.note("Ctrl-D or /quit leaves")
         except UnicodeDecodeError as error:
             raise UsageError(f"stdin: byte {error.start} is not UTF-8; give the text as UTF-8") from None
+        except MessageTooLong:
+            raise UsageError(f"stdin: a message of more than {MOST_CHARACTERS} characters") from None
         except DeviceLostError:
             raise
         except NextnError as error:

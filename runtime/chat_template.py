@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import SecurityError
 
 from engines.errors import EngineError, UsageError
+from engines.given_files import read_bytes
 from runtime.template_limits import BoundedEnvironment
 from runtime.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ class ChatTemplate:
         """Raises UsageError when the model has no template or one that Jinja cannot read."""
         self._path = folder / TEMPLATE_NAME
         try:
-            source = self._path.read_bytes().decode()
+            source = read_bytes(self._path).decode()
         except FileNotFoundError:
             raise UsageError(f"{folder}: the model has no chat template; give the prompt as plain text") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -74,12 +75,18 @@ class ChatPrompt:
 
 
 def chat_prompt(
-    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    most: int,
+    /,
+    **options: Any,
 ) -> ChatPrompt:
-    """The prompt for an answer to ``messages``. Raises UsageError as `ChatTemplate.render` does."""
+    """The prompt for an answer to ``messages``. Raises UsageError as `ChatTemplate.render` does, and as
+    `Tokenizer.encode` for far more than ``most`` tokens."""
     text = template.render(messages, add_generation_prompt=True, **options)
-    ids = tokenizer.encode(text)
-    history = tokenizer.encode(template.render(messages, add_generation_prompt=False, **options))
+    ids = tokenizer.encode(text, most=most)
+    history = tokenizer.encode(template.render(messages, add_generation_prompt=False, **options), most=most)
     return ChatPrompt(ids, prompt_ends_in_think(text), _common_length(ids, history))
 
 

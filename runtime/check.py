@@ -20,9 +20,11 @@ from pathlib import Path
 
 from engines.draft_head import draft_head_options
 from engines.errors import UsageError
+from engines.given_files import given_text
 from runtime.agreement import HARDLY_ANY, SUSPICIOUS_ACCEPTANCE, Report, compare, sampled_prompts
-from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command
+from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
 from runtime.diagnosis import diagnose
+from runtime.evaluation.prompts import MOST_PROMPTS
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
@@ -69,18 +71,18 @@ def main(arguments: list[str] | None = None) -> int:
             "state_faults": [asdict(fault) for fault in faults],
             "against": diagnosis.as_dict() if diagnosis else None,
         }
-        print(json.dumps({**about, **report.as_dict()}))
+        say(json.dumps({**about, **report.as_dict()}))
     else:
-        print(_table(session, report, options))
+        say(_table(session, report, options))
         told = "of a pass, whatever part of it is kept: " + ("as of one-token passes" if not faults else "other bits")
-        print(f"  {'state':<20}{'equal' if not faults else 'differs':>8}   {told}")
+        say(f"  {'state':<20}{'equal' if not faults else 'differs':>8}   {told}")
         if diagnosis:
             told = f"worst NMSE {diagnosis.worst:.1e} at {len(diagnosis.places)} places"
-            print(f"  {'equations':<20}{'equal' if not diagnosis.faults else 'differs':>8}   {told}")
+            say(f"  {'equations':<20}{'equal' if not diagnosis.faults else 'differs':>8}   {told}")
     for line in failures:
-        print(f"failed: {line}", file=sys.stderr)
+        say(f"failed: {line}", to=sys.stderr)
     if report.drafting.acceptance_rate < SUSPICIOUS_ACCEPTANCE:
-        print(f"warning: {HARDLY_ANY}", file=sys.stderr)
+        say(f"warning: {HARDLY_ANY}", to=sys.stderr)
     return EXIT_FAILED if failures else 0
 
 
@@ -147,14 +149,10 @@ def _check_room(prompts: list[list[int]], context_size: int) -> None:
 
 
 def _read_prompts(path: Path, session: Session) -> list[list[int]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read as UTF-8 text ({error}); give one prompt a line") from None
-    prompts = [session.tokenizer.encode(line) for line in lines if line]
-    if not prompts:
-        raise UsageError(f"{path}: holds no prompt; give one a line")
-    return prompts
+    lines = [line for line in given_text("--prompts", path, "give one prompt a line").splitlines() if line]
+    if not 1 <= len(lines) <= MOST_PROMPTS:
+        raise UsageError(f"--prompts {path}: holds {len(lines)} prompts; wanted 1 to {MOST_PROMPTS}, one a line")
+    return [session.tokenizer.encode(line, most=session.context_size) for line in lines]
 
 
 def _table(session: Session, report: Report, options: argparse.Namespace) -> str:

@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, Parser, run_command
+from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, Parser, run_command, say
 from engines.draft_head import add_draft_head_arguments, draft_head_options
 from engines.errors import UsageError
+from engines.given_files import given_text
+from engines.signals import handling
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import BACKENDS, DRAFT_N_DEFAULT, SPEC_TYPES, Session, SpecOptions, open_session
 
 # What every command line shares comes from `engines.command`; those of the runtime find all in one place.
-__all__ = ["EXIT_INTERRUPTED", "EXIT_PIPE_CLOSED", "Parser", "run_command"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_PIPE_CLOSED", "Parser", "run_command", "say"]
+_MOST_KEY_BYTES = 64 << 10
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
@@ -134,10 +137,7 @@ def session_of(options: argparse.Namespace, sequences: int = 1, kept_bytes: int 
 
 def read_api_key(path: Path) -> str:
     """What --api-key-file names, without white space around it. Raises UsageError."""
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {path}: cannot be read ({error})") from None
+    key = given_text("--api-key-file", path, "give a file that holds the key", _MOST_KEY_BYTES).strip()
     if not key:
         raise UsageError(f"--api-key-file {path}: is empty")
     return key
@@ -149,11 +149,9 @@ def interrupt_flag() -> Iterator[Callable[[], bool]]:
     pressed = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
         pressed.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
+    with handling(signal.SIGINT, on_signal):
         yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
-from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command
+from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
 from runtime.diagnosis import Diagnosis, diagnose
 from runtime.evaluation.measure import LocalModel, Run, suspicious_head
 from runtime.evaluation.page import page
@@ -30,6 +30,7 @@ from runtime.evaluation.table import as_csv, table
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
 from runtime.session import DRAFT_N_DEFAULT, Session, SpecOptions, open_session
+from runtime.tokenizer import TooManyTokens
 
 FORMAT = 1
 EXIT_FAILED = 1
@@ -49,13 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
     _write(options.json, json.dumps(report, indent=1) + "\n")
     _write(options.csv, as_csv(evaluation.runs))
     _write(options.html, page(report))
-    print(table(report))
+    say(table(report))
     if evaluation.diagnosis:
-        print(f"  build: {evaluation.diagnosis}")
+        say(f"  build: {evaluation.diagnosis}")
     for line in report["failures"]:
-        print(f"failed: {line}", file=sys.stderr)
+        say(f"failed: {line}", to=sys.stderr)
     if warning := suspicious_head(evaluation.runs):
-        print(f"warning: {warning}", file=sys.stderr)
+        say(f"warning: {warning}", to=sys.stderr)
     return EXIT_FAILED if report["failures"] else 0
 
 
@@ -210,7 +211,11 @@ class _Evaluation:
             return [(number, []) for number in range(len(self._prompts))]
         found = []
         for number, prompt in enumerate(self._prompts):
-            ids = self._local.encode(prompt)
+            try:
+                ids = self._local.encode(prompt)
+            except TooManyTokens as error:
+                self._left_out.append(f"{prompt.place}: {error}")
+                continue
             if self._local.has_room(ids):
                 found.append((number, ids))
             else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import UsageError
+from engines.given_files import given_text
 from runtime.chat_template import ChatTemplate
 from runtime.command_line import (
     EXIT_INTERRUPTED,
@@ -24,11 +25,13 @@ from runtime.command_line import (
     interrupt_flag,
     run_command,
     sampling_params,
+    say,
     session_of,
 )
 from runtime.sampling import SamplingParams
 from runtime.session import Session, check_prompt_ids
 from runtime.speculative import MAX_TOKENS_UNLIMITED, SpecStats, token_budget
+from runtime.terminal.screen import without_controls
 from runtime.tokenizer import StreamDecoder
 
 
@@ -107,13 +110,7 @@ def _read_text(path: Path | None) -> str:
     """The file, or stdin, without one line end at its end."""
     if path is None and sys.stdin.isatty():
         raise UsageError("no prompt; give one with -p, -f, --prompt-ids or on stdin")
-    name = path or "stdin"
-    try:
-        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"{name}: cannot be read ({error.strerror}); give a readable text file") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name}: byte {error.start} is not UTF-8; give the text as UTF-8") from None
+    text = given_text("--file", path, "give some text")
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -123,21 +120,23 @@ def _encode(session: Session, text: str, options: argparse.Namespace) -> list[in
     if not chat:
         if options.system is not None:
             raise UsageError("--system needs the chat template; leave out --raw, or the model has none")
-        return session.tokenizer.encode(text)
+        return session.tokenizer.encode(text, most=session.context_size)
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages.append({"role": "user", "content": text})
-    return session.tokenizer.encode(ChatTemplate(session.folder, session.tokenizer).render(messages))
+    rendered = ChatTemplate(session.folder, session.tokenizer).render(messages)
+    return session.tokenizer.encode(rendered, most=session.context_size)
 
 
 def _generate(session: Session, prompt: list[int], params: SamplingParams, options: argparse.Namespace) -> int:
     stats, decoder = SpecStats(), StreamDecoder(session.tokenizer)
     tokens: list[int] = []
     chunks: list[str] = []
+    shows = sys.stdout.isatty()
 
     def put(chunk: str) -> None:
         chunks.append(chunk)
         if not options.json:
-            print(chunk, end="", flush=True)
+            print(without_controls(chunk) if shows else chunk, end="", flush=True)
 
     with interrupt_flag() as interrupted:
         for token in session.generate(prompt, params, max_tokens=options.predict, stats=stats, cancelled=interrupted):
@@ -146,10 +145,10 @@ def _generate(session: Session, prompt: list[int], params: SamplingParams, optio
     put(decoder.finish())
     text = "".join(chunks)
     if options.json:
-        print(json.dumps(_result(session, prompt, tokens, text, stats, params)))
-    elif sys.stdout.isatty():
+        say(json.dumps(_result(session, prompt, tokens, text, stats, params)))
+    elif shows:
         print()
-    print("\n" + _summary(stats, params), file=sys.stderr)
+    say("\n" + _summary(stats, params), to=sys.stderr)
     return EXIT_INTERRUPTED if stats.finish_reason == "cancelled" else 0
 
 

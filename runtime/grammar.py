@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import EngineError
+from engines.given_files import read_bytes
 from runtime.grammar_process import READY
 from runtime.grammar_state import GrammarError, GrammarState, one_line
-from runtime.tokenizer import TOKENIZER_NAME
+from runtime.tokenizer import MOST_FILE_BYTES, TOKENIZER_NAME
 
 _OLDEST_LIBRARY = (1, 9)
 _STARTS_WITHIN_S = 120.0  # the process, with a large vocabulary on a busy machine
@@ -106,7 +107,7 @@ class GrammarCompiler:
             with contextlib.suppress(BrokenPipeError):  # it has ended, and says why
                 assert self._process.stdin is not None
                 with self._process.stdin as stdin:
-                    stdin.write(self._path.read_text(encoding="utf-8"))
+                    stdin.write(read_bytes(self._path, MOST_FILE_BYTES).decode())
             said = ours.recv(1 << 16)
         except (OSError, ValueError) as error:
             self._end()

@@ -16,7 +16,7 @@ from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry
 from engines.memory_plan import MemoryPlan, plan_memory
 from engines.planned_model import PlannedModel
-from runtime.command_line import Parser, run_command
+from runtime.command_line import Parser, run_command, say
 from runtime.cuda import free_and_total_bytes, open_device
 from runtime.diagnosis import diagnose
 from runtime.inspection.cards import CARDS, Card, card_named, find_cards
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     cards, note = _cards(options)
     report = _report(described(options.model, options.ctx_size), cards, note)
     report["build"] = None if options.build is None else _build(options.build, options.model)
-    print(json.dumps(report, indent=1) if options.json else table(report))
+    say(json.dumps(report, indent=1) if options.json else table(report))
     return EXIT_FAILED if report["build"] and report["build"]["faults"] else 0
 
 

@@ -6,15 +6,15 @@ folders needs neither the exporter nor its packages.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines.cache import default_cache_dir, entry_name, mark_used, part_name, remove_leftovers
+from engines.cache import default_cache_dir, entry_name, mark_used, remove_killed_exports
+from engines.command import say
 from engines.draft_head import DraftHeadOptions, refuse_for_folder
-from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
+from engines.errors import EngineError, ModelFileError, ResourceError, UsageError, printable
 from engines.evidence import Evidence
 from engines.manifest import MANIFEST_NAME, load_manifest
 from engines.planned_model import PlannedModel
@@ -78,23 +78,16 @@ def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: Draft
     if _is_whole(folder):
         mark_used(folder)
         return folder
-    # Another process may be making the same: each writes its own folder, the first to finish gives it the name.
-    part = cache / part_name(folder.name)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(cache)
-        _export(model, part, with_draft, draft_head)
-        if folder.exists() and not _is_whole(folder):
+        remove_killed_exports(cache)
+        if folder.exists() and not (folder / MANIFEST_NAME).is_file():
             shutil.rmtree(folder)
-        if not folder.exists():
-            os.rename(part, folder)
     except OSError as error:
-        if not _is_whole(folder):
-            raise ResourceError(
-                f"{cache}: cannot hold the export ({error.strerror or error}); choose another --cache-dir"
-            ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        raise ResourceError(
+            f"{cache}: cannot hold the export ({error.strerror or error}); choose another --cache-dir"
+        ) from error
+    _export(model, folder, with_draft, draft_head)
     return folder
 
 
@@ -107,11 +100,19 @@ def _export(model: Path, folder: Path, with_draft: bool, draft_head: DraftHeadOp
 
     file = GGUFFile.open(model)
     total = count_weights(file, load_config(file, draft=with_draft), draft_head)
-    label = f"exporting {model.name}"
+    label = printable(f"exporting {model.name}")
     with tqdm(total=total, unit="w", unit_scale=True, desc=label, file=sys.stderr, leave=False, disable=None) as bar:
-        manifest = export_model(model, folder, draft=with_draft, draft_head=draft_head, progress=bar.update)
+        manifest = export_model(
+            model,
+            folder,
+            draft=with_draft,
+            draft_head=draft_head,
+            progress=bar.update,
+            # Another process may have made the same meanwhile, and be using it.
+            replaces=lambda: not _is_whole(folder),
+        )
     for note in manifest.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", to=sys.stderr)
 
 
 def _is_whole(folder: Path) -> bool:

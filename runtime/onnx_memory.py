@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engines.errors import ResourceError
 from engines.manifest import Geometry, Manifest
-from engines.memory_plan import size_text
+from engines.sizes import size_text
 from runtime.onnx_session import CACHE_STEP, PREFILL_CHUNK
 
 _F32_BYTES = 4
@@ -46,9 +46,10 @@ class OnnxMemoryPlan:
             return
         fits = self.largest_context(available)
         cure = f"use --ctx-size {fits} or less, or auto" if fits else "use a smaller quantisation"
+        left = size_text(available, self.total)
         raise ResourceError(
-            f"not enough memory for a context of {self.context} tokens: needs {self}, {size_text(available)} are "
-            f"available; {cure}, or close other programs"
+            f"not enough memory for a context of {self.context} tokens: needs {self}, {left} are available; {cure}, or "
+            "close other programs"
         )
 
     def __str__(self) -> str:

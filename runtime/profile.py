@@ -17,7 +17,7 @@ from typing import Any
 from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Manifest, load_manifest
-from runtime.command_line import Parser, add_against_argument, run_command
+from runtime.command_line import Parser, add_against_argument, run_command, say
 from runtime.cuda import open_device
 from runtime.diagnosis import diagnose
 from runtime.inspection.cards import card_named
@@ -47,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         _write(options.json, json.dumps(report, indent=1) + "\n")
     if options.chart:
         draw(report, options.chart)
-    print(table(report))
+    say(table(report))
     if diagnosis:
-        print(f"\nbuild: {diagnosis}")
+        say(f"\nbuild: {diagnosis}")
     for fault in diagnosis.faults if diagnosis else ():
-        print(f"failed: build: {fault}", file=sys.stderr)
+        say(f"failed: build: {fault}", to=sys.stderr)
     return EXIT_FAILED if diagnosis and diagnosis.faults else 0
 
 

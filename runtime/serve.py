@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.command import Terminated
 from engines.errors import DeviceLostError, ResourceError, UsageError
+from engines.signals import Terminated
 from runtime.command_line import (
     Parser,
     add_model_arguments,
@@ -27,6 +27,7 @@ from runtime.command_line import (
     read_api_key,
     run_command,
     sampling_params,
+    say,
     session_of,
 )
 from runtime.session import Session
@@ -61,9 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     app = create_app(service, limits)
     plan = getattr(session.trunk, "plan", None)
     if plan is not None:
-        print(f"GPU memory: {plan}", file=sys.stderr)
+        say(f"GPU memory: {plan}", to=sys.stderr)
     what = f"model {service.model}, drafting {session.spec_type} ({service.scheduler.num_slots} at once)"
-    print(f"listening on {_address(listening)}, {what}", file=sys.stderr)
+    say(f"listening on {_address(listening)}, {what}", to=sys.stderr)
     connections = ConnectionLimits(count=allowed(options.max_connections))
     with contextlib.suppress(Terminated):  # raised once more when all is done
         server = web_server(

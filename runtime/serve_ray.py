@@ -16,7 +16,7 @@ from typing import Any
 
 from engines.errors import ResourceError, UsageError
 from engines.manifest import load_manifest
-from runtime.command_line import run_command
+from runtime.command_line import run_command, say
 from runtime.engine import SEQUENCES_DEFAULT
 from runtime.model_cache import exported_folder
 from runtime.serve import MIB, answered_hosts, check_options, key_of, server_parser
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
         serve.run(application(options), name=NAME)
-        print(f"listening on http://{options.host}:{options.port}, replicas: {_num_replicas(options)}", file=sys.stderr)
+        say(f"listening on http://{options.host}:{options.port}, replicas: {_num_replicas(options)}", to=sys.stderr)
         asked_to_end.wait()
     except RuntimeError as error:
         raise ResourceError(f"Ray could not start the replicas ({error})") from error

@@ -15,9 +15,18 @@ from pathlib import Path
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from engines.errors import EngineError, UsageError
+from engines.given_files import read_bytes
 from engines.manifest import TokenizerInfo
 
 TOKENIZER_NAME = "tokenizer.json"
+MOST_FILE_BYTES = 256 << 20
+# A text of no more bytes a token is within a small factor of what the context holds.
+_BYTES_A_TOKEN = 4
+_PIECE_CHARACTERS = 1 << 14
+
+
+class TooManyTokens(UsageError):
+    """A text that the context cannot hold."""
 
 
 def _byte_letters() -> dict[str, int]:
@@ -42,7 +51,7 @@ class Tokenizer:
         """Load `tokenizer.json`. Raises EngineError when it is missing or broken."""
         path = folder / TOKENIZER_NAME
         try:
-            self._library = TokenizersTokenizer.from_str(path.read_text(encoding="utf-8"))
+            self._library = TokenizersTokenizer.from_str(read_bytes(path, MOST_FILE_BYTES).decode())
         except OSError as error:
             raise EngineError(f"{path}: {error.strerror}; run `python -m export` again") from error
         except Exception as error:  # the library raises bare Exception
@@ -59,13 +68,15 @@ class Tokenizer:
         )
         self._lock = threading.Lock()
 
-    def encode(self, text: str, special: bool = True, bos: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True, bos: bool = True, most: int | None = None) -> list[int]:
         """Token ids of ``text``.
 
         special  take control tokens spelled in the text, such as <|im_start|>, for what they name; else as plain text
         bos      put the file's BOS token in front, if it asks for one and the text does not begin with it
+        most     tokens of use to the caller: a text of far more is not taken in whole to find that out
 
-        Raises UsageError for text that is no Unicode (lone surrogates) or has bytes that the vocabulary lacks.
+        Raises UsageError for text that is no Unicode (lone surrogates) or has bytes that the vocabulary lacks, and
+        TooManyTokens for one of far more than ``most``.
         """
         try:
             raw = text.encode()
@@ -76,12 +87,30 @@ class Tokenizer:
             ) from None
         if self._missing_bytes and (lost := set(raw) & set(self._missing_bytes)):
             raise UsageError(f"the model's vocabulary has no token for byte 0x{min(lost):02X} of the text")
-        with self._lock:  # the switch belongs to the library object
-            self._library.encode_special_tokens = not special
-            ids = self._library.encode(text, add_special_tokens=False).ids
+        if most is not None and len(raw) > _BYTES_A_TOKEN * most:
+            self._check_length(text, special, most)
+        ids = self._encode(text, special)
         if bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             return [self.bos_token_id, *ids]
         return ids
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        with self._lock:  # the switch belongs to the library object
+            self._library.encode_special_tokens = not special
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _check_length(self, text: str, special: bool, most: int) -> None:
+        """Count piece by piece: the library takes seconds and gigabytes for a text of some megabytes. A cut changes
+        the number of tokens by a few, so twice as many in pieces are too many in any case."""
+        found = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            found += len(self._encode(text[start : start + _PIECE_CHARACTERS], special))
+            if found > 2 * most:
+                raise TooManyTokens(
+                    f"the prompt has {len(text)} characters, some {found * len(text) // (start + _PIECE_CHARACTERS)} "
+                    f"tokens, the context holds {most}; shorten it or raise --ctx-size"
+                )
 
     def piece(self, token_id: int, special: bool = False) -> bytes:
         """The bytes that a token stands for; none for control tokens (unless ``special``) and unused ids."""

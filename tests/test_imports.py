@@ -19,9 +19,13 @@ MAX_LINES = 300
 ALLOWED = {
     "plugins.ops": (),
     "engines.errors": (),
-    "engines.command": ("engines.errors",),
-    "engines.manifest": ("engines.errors",),
-    "engines.draft_head": ("engines.errors",),
+    "engines.signals": (),
+    "engines.work_folders": (),
+    "engines.command": ("engines.errors", "engines.signals"),
+    "engines.sizes": (),
+    "engines.given_files": ("engines.errors",),
+    "engines.manifest": ("engines.errors", "engines.given_files"),
+    "engines.draft_head": ("engines.errors", "engines.given_files"),
     "engines": ("export", "plugins"),
     "plugins": ("engines.errors",),
     "engines.whole_files": ("engines.manifest", "engines.errors"),
@@ -31,6 +35,10 @@ ALLOWED = {
         "engines.whole_files",
         "engines.draft_head",
         "engines.command",
+        "engines.given_files",
+        "engines.signals",
+        "engines.sizes",
+        "engines.work_folders",
         "engines.errors",
     ),
     "runtime": (
@@ -43,11 +51,24 @@ ALLOWED = {
         "engines.evidence",
         "engines.memory_plan",
         "engines.command",
+        "engines.signals",
+        "engines.given_files",
+        "engines.sizes",
         "engines.cache",
         "engines.errors",
     ),
 }
-ALONE = ("plugins.ops", "engines.errors", "engines.command", "engines.manifest", "engines.draft_head")
+ALONE = (
+    "plugins.ops",
+    "engines.errors",
+    "engines.sizes",
+    "engines.signals",
+    "engines.work_folders",
+    "engines.given_files",
+    "engines.command",
+    "engines.manifest",
+    "engines.draft_head",
+)
 # Its functions export a .gguf that a command line was given, or describe what it would become.
 EXPORTS_ON_DEMAND = "runtime.model_cache"
 ON_DEMAND = ("export", "engines.description", "engines.witness")

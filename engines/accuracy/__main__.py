@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.command import Parser, report, run_command
+from engines.command import Parser, report, run_command, say
 from engines.draft_head import add_draft_head_arguments, draft_head_options, refuse_for_folder
 from engines.errors import NextnError, ResourceError, UsageError
+from engines.given_files import given_text
 
 if TYPE_CHECKING:
     from engines.accuracy.compare import Comparison
@@ -51,10 +52,10 @@ def _run(given: argparse.Namespace) -> int:
     folder = _folder(given)
     plan, manifest = load_plan(folder)
     backend, why = _backend(given.backend)
-    print(f"{manifest.model_name}: {backend} against ONNX Runtime, {plan.lowering}, {plan.kv_cache} KV cache{why}")
+    say(f"{manifest.model_name}: {backend} against ONNX Runtime, {plan.lowering}, {plan.kv_cache} KV cache{why}")
     if given.prepare_only:
         compare.run_reference(folder)
-        print("\n".join(commands(folder, plan, manifest)))
+        say("\n".join(commands(folder, plan, manifest)))
         return 0
     done: list[Comparison] = []
     for each in compare.compare(folder, backend, reference=given.model.suffix == ".gguf" or given.again):
@@ -64,12 +65,12 @@ def _run(given: argparse.Namespace) -> int:
     verdict = Verdict(done, *compare.damaged_weights(folder), layers=plan.lowering == "layers")
     if verdict.layers and verdict.bad is not None:
         verdict = replace(verdict, inside=compare.inside_layer(folder, backend, verdict.bad))
-    print(verdict.summary())
+    say(verdict.summary())
     if given.json:
         report = {"model": manifest.model_name, **verdict.as_dict(backend, plan)}
         _write(given.json, json.dumps(report, indent=1) + "\n")
     if given.commands:
-        print("\n".join(commands(folder, plan, manifest)))
+        say("\n".join(commands(folder, plan, manifest)))
     return 0 if verdict.passed else EXIT_FAILED
 
 
@@ -85,6 +86,8 @@ def _folder(given: argparse.Namespace) -> Path:
             raise UsageError(f"{model}: is prepared already; leave -o and --export out")
         refuse_for_folder(draft_head_options(given), model)
         return model
+    if not model.exists():
+        raise UsageError(f"{model}: no such file or folder; give a .gguf file or a prepared folder")
     if given.output is None:
         raise UsageError("-o DIR: say where the two exports may go; about twice the model's size")
     for flag, value, most in (("--tokens", given.tokens, _MOST_PROMPT), ("--max-draft", given.max_draft, _MOST_DRAFT)):
@@ -92,10 +95,7 @@ def _folder(given: argparse.Namespace) -> Path:
             raise UsageError(f"{flag} {value}: wanted 1 to {most}")
     if given.tokens <= given.max_draft + 1:
         raise UsageError(f"--tokens {given.tokens}: wanted more than --max-draft + 1, for a pass of the long kind")
-    try:
-        text = given.text.read_text(encoding="utf-8") if given.text else DEFAULT_TEXT
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--text {given.text}: cannot be read as UTF-8 ({error})") from None
+    text = given_text("--text", given.text, "give a file of text") if given.text else DEFAULT_TEXT
     plan = Plan(given.tokens, given.max_draft + 1, given.lowering, given.kv_cache)
     prepare(model, given.output, plan, text, given.export, draft_head_options(given))
     return Path(given.output)

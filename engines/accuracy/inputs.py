@@ -23,6 +23,7 @@ Feed = OrderedDict[str, np.ndarray]
 _STRAY = 0.5
 _ELSEWHERE = "or a folder prepared where it is there"
 Run = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+_MOST_TEXT_CHARACTERS = 1 << 20
 DEFAULT_TEXT = (
     "The function len returns the number of items of a container. Call len(x) with a string, a list or a dictionary; "
     "other objects define __len__.\n\ndef mean(values):\n    total = 0.0\n    for value in values:\n"
@@ -34,7 +35,11 @@ DEFAULT_TEXT = (
 
 def token_ids(folder: Path, text: str, count: int) -> list[int]:
     """The first ``count`` tokens of a text, repeated if it is too short. folder: an export. Raises UsageError."""
-    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    ids: list[int] = (
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+        .encode(text[:_MOST_TEXT_CHARACTERS], add_special_tokens=False)
+        .ids
+    )
     if not ids:
         raise UsageError("--text: no tokens in it")
     return (ids * (-(-count // len(ids))))[:count]

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from engines.engine_manifest import pool_size
 from engines.errors import EngineError
-from engines.manifest import Geometry, Manifest, load_manifest
+from engines.given_files import read_bytes, reason
+from engines.manifest import MOST_BYTES, Geometry, Manifest, load_manifest
 
 PLAN_NAME = "plan.json"
 CANONICAL, LOWERED = "canonical", "lowered"
@@ -50,10 +51,10 @@ class Plan:
 def load_plan(folder: Path) -> tuple[Plan, Manifest]:
     """Of a folder that was prepared. Raises EngineError."""
     try:
-        plan = Plan(**json.loads((folder / PLAN_NAME).read_text(encoding="utf-8")))
+        plan = Plan(**json.loads(read_bytes(folder / PLAN_NAME, MOST_BYTES).decode()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise EngineError(
-            f"{folder}: not prepared ({error}); run `python -m engines.accuracy MODEL.gguf -o DIR`"
+            f"{folder}: not prepared ({reason(error)}); run `python -m engines.accuracy MODEL.gguf -o DIR`"
         ) from None
     return plan, load_manifest(folder / LOWERED)
 

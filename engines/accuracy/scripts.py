@@ -20,6 +20,7 @@ from engines.accuracy.measures import Measure, measure_all
 from engines.accuracy.plan import LOWERED, Plan, load_plan
 from engines.accuracy.suspects import first_bad, suspect
 from engines.accuracy.tolerances import tolerance_for
+from engines.command import say
 from engines.engine_manifest import Profile
 from engines.manifest import Manifest
 from engines.network import import_network
@@ -61,7 +62,7 @@ def functions(folder: Path, role: str) -> tuple[Callable[[], Any], Callable[[], 
         print_measures(measures, role, plan.lowering == "layers")
         damaged = wrong_bytes()
         if damaged:
-            print(f"weights: other bytes than the model's in {', '.join(map(str, damaged))}")
+            say(f"weights: other bytes than the model's in {', '.join(map(str, damaged))}")
         return OrderedDict([("weights", not damaged), *((each.name, each.ok) for each in measures)])
 
     return network, data, compare
@@ -91,14 +92,14 @@ def compare_results(first: Any, second: Any, plan: Plan, manifest: Manifest) -> 
 def print_measures(measures: list[Measure], role: str, layers: bool = False) -> None:
     """A table, and the first place that is off. layers: see `suspects.suspect`."""
     width = max(len(short(each.name)) for each in measures)
-    print(f"{role:<{width}} {'max error':>10} {'NMSE':>9} {'worst column':>13}  {'KL mean':>9} {'top-1':>6}")
+    say(f"{role:<{width}} {'max error':>10} {'NMSE':>9} {'worst column':>13}  {'KL mean':>9} {'top-1':>6}")
     for each in measures:
         numbers = f"{each.max_abs:10.2g} {each.nmse:9.2g} {each.channel:13.2g}"
         extra = f"  {each.kl_mean:9.2g} {each.top1:6.3f}" if each.kl_mean is not None else " " * 18
-        print(f"{short(each.name):<{width}} {numbers}{extra}{'' if each.ok else '  off'}".rstrip())
+        say(f"{short(each.name):<{width}} {numbers}{extra}{'' if each.ok else '  off'}".rstrip())
     bad = first_bad(measures)
     if bad is not None:
-        print(f"first off: {bad.name}; suspect {suspect(measures, layers)}")
+        say(f"first off: {bad.name}; suspect {suspect(measures, layers)}")
 
 
 def short(name: str) -> str:

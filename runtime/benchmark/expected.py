@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.given_files import given_text
 from runtime.controller import Round
 
 
@@ -43,10 +44,8 @@ class Expected:
 def load_expected(path: Path, n_tokens: int, vocab_size: int) -> Expected:
     """Read the file for texts of ``n_tokens``. Raises UsageError saying what is wrong with it."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(given_text("--expect", path, "give a file of JSON"))
         after, tokens, right = raw["after"], list(raw["tokens"]), list(raw.get("right", []))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(f'{path}: wanted a JSON object with "after" and "tokens" ({error!r})') from None
     for token in (after, *tokens):

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.given_files import given_text
 from runtime.tokenizer import Tokenizer
 
 _BETWEEN_PASSAGES = "\n%%\n"
@@ -38,8 +39,11 @@ class Texts:
         return (list(self.filler) * repeats)[:count]
 
 
-def load_texts(tokenizer: Tokenizer, prompt_file: Path | None = None, last: Sequence[int] = ()) -> Texts:
+def load_texts(
+    tokenizer: Tokenizer, prompt_file: Path | None = None, last: Sequence[int] = (), most: int | None = None
+) -> Texts:
     """The texts of this package, or of ``prompt_file`` as the one passage. last: tokens put behind each passage.
+    most: tokens that a passage may have (see `Tokenizer.encode`).
 
     Raises UsageError when the file holds no text."""
     filler = _text("filler.txt")
@@ -47,7 +51,7 @@ def load_texts(tokenizer: Tokenizer, prompt_file: Path | None = None, last: Sequ
         passages = _text("passages.txt").rstrip("\n").split(_BETWEEN_PASSAGES)
     else:
         passages = [_given(prompt_file)]
-    tokens = [(*tokenizer.encode(passage), *last) for passage in passages]
+    tokens = [(*tokenizer.encode(passage, most=most), *last) for passage in passages]
     digest = hashlib.blake2b("\0".join([*passages, filler]).encode(), digest_size=6).hexdigest()
     return Texts(tuple(tokens), tuple(tokenizer.encode(filler)), digest)
 
@@ -57,12 +61,7 @@ def _text(name: str) -> str:
 
 
 def _given(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8").rstrip("\n")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give a readable text file") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: byte {error.start} is not UTF-8; give the text as UTF-8") from None
+    text = given_text("--prompt-file", path, "give a file of text").rstrip("\n")
     if not text:
         raise UsageError(f"{path}: is empty; give some text to go on from")
     return text

@@ -57,9 +57,9 @@ class LocalModel:
         self.failures: list[str] = []
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids, in the model's chat template if that is wanted."""
+        """Token ids, in the model's chat template if that is wanted. Raises TooManyTokens for far too many."""
         text = self._template.render(list(prompt.messages)) if self._template else prompt.text
-        ids = self.session.tokenizer.encode(text)
+        ids = self.session.tokenizer.encode(text, most=self.session.context_size)
         check_prompt_ids(ids, self.session.manifest)
         return ids
 

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import UsageError
+from engines.given_files import given_text
 
+MOST_PROMPTS = 100_000  # of a file: all are taken in before the first is run
+_CURE = "give a file of JSON lines"
 _KINDS = "prompt (a text), messages (a list), turns (a list of texts)"
 
 
@@ -40,7 +43,7 @@ def load_prompts(files: list[Path], per_category: int = 0) -> list[Prompt]:
 
     Raises UsageError naming file and line."""
     if files:
-        prompts = [prompt for file in files for prompt in _parse(_read(file), str(file))]
+        prompts = [prompt for file in files for prompt in _parse(given_text("--prompts", file, _CURE), str(file))]
     else:
         text = resources.files("runtime.evaluation").joinpath("prompts.jsonl").read_text(encoding="utf-8")
         prompts = _parse(text, "prompts.jsonl")
@@ -52,15 +55,6 @@ def load_prompts(files: list[Path], per_category: int = 0) -> list[Prompt]:
     if not kept:
         raise UsageError(f"{', '.join(map(str, files))}: no prompt in there; give a JSON object a line")
     return kept
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); give a readable file of JSON lines") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: byte {error.start} is not UTF-8; give the prompts as UTF-8") from None
 
 
 def _parse(text: str, name: str) -> list[Prompt]:

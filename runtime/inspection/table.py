@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engines.sizes import size_text
+
 
 def table(report: dict[str, Any]) -> str:
     return "\n".join(_lines(report))
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    yield f"{report['name']} ({report['file']}), {_size(report['bytes'])} of tensors"
+    yield f"{report['name']} ({report['file']}), {size_text(report['bytes'])} of tensors"
     yield ""
     yield from _geometry(report["geometry"])
     yield ""
@@ -59,21 +61,21 @@ def _geometry(geometry: dict[str, Any]) -> Iterator[str]:
 
 
 def _tensors(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
-    rows = [("tensors", "type", "count", "size", "ONNX Runtime", "", "TensorRT")]
+    rows: list[tuple[str, ...]] = [("tensors", "type", "count", "size", "ONNX Runtime", "", "TensorRT")]
     rows += [
         (
             group["role"],
             group["type"],
             str(group["tensors"]),
-            _size(group["bytes"]),
-            _size(group["onnx_bytes"]),
+            size_text(group["bytes"]),
+            size_text(group["onnx_bytes"]),
             group["onnx"],
             group["tensorrt"],
         )
         for group in groups
     ]
-    total = [sum(group[key] for group in groups) for key in ("bytes", "onnx_bytes")]
-    rows.append(("total", "", str(sum(group["tensors"] for group in groups)), _size(total[0]), _size(total[1]), "", ""))
+    sizes = [size_text(sum(group[key] for group in groups)) for key in ("bytes", "onnx_bytes")]
+    rows.append(("total", "", str(sum(group["tensors"] for group in groups)), *sizes, "", ""))
     yield from _aligned(rows, right=(2, 3, 4), indent="")
 
 
@@ -96,11 +98,11 @@ def _memory(report: dict[str, Any]) -> Iterator[str]:
     memory = report["memory"]
     on_cpu = memory["onnxruntime"]
     yield f"memory for a context of {report['context']} tokens"
-    parts = ("weights", "kv_caches", "states", "activations", "buffers", "recorded", "code", "total")
+    parts = ("weights", "kv_caches", "states", "activations", "buffers", "recorded", "code", "driver", "total")
     rows: list[tuple[str, ...]] = [("", *(_part_title(part) for part in parts))]
     for kind, plan in memory["tensorrt"].items():
-        rows.append((f"GPU, {kind} KV caches", *(_size(plan[part]) for part in parts)))
-    rows.append(("ONNX Runtime", *(_size(on_cpu[part]) if part in on_cpu else "-" for part in parts)))
+        rows.append((f"GPU, {kind} KV caches", *(size_text(plan[part]) for part in parts)))
+    rows.append(("ONNX Runtime", *(size_text(on_cpu[part]) if part in on_cpu else "-" for part in parts)))
     yield from _aligned(rows, right=range(1, len(parts) + 1))
     if memory["tensorrt"]:
         yield "  activations and engine code are estimates, which TensorRT settles when it builds; ONNX Runtime keeps"
@@ -143,7 +145,3 @@ def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: s
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield (indent + "  ".join(cells)).rstrip()
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

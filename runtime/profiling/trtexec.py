@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import UsageError
+from engines.given_files import given_text
 
 
 def read_profile(path: Path) -> list[tuple[str, float]]:
@@ -48,6 +49,6 @@ def check_same_engine(profile: list[tuple[str, float]], names: list[str], path: 
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(given_text("", path, "give a file of JSON"))
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON ({error})") from None

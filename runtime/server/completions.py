@@ -57,7 +57,8 @@ def _prompt_ids(service: Service, prompt: str | list[int] | list[str] | list[lis
             raise bad_field("prompt", f"one at a time, got {len(prompt)}")
         return _prompt_ids(service, prompt[0])  # type: ignore[arg-type]
     try:
-        ids = service.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        most = service.session.context_size
+        ids = service.tokenizer.encode(prompt, most=most) if isinstance(prompt, str) else list(prompt)
         check_prompt_ids(ids, service.session.manifest)  # type: ignore[arg-type]
     except UsageError as error:
         raise bad_field("prompt", str(error)) from error

@@ -27,8 +27,8 @@ _TOOLS_TAIL = (
 class ChatPrompts:
     """Renders requests with a model's chat template. May be shared by threads."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self._template, self._tokenizer = template, tokenizer
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, context_size: int) -> None:
+        self._template, self._tokenizer, self._context_size = template, tokenizer, context_size
         self._knows_tools = self._probe_tools()
 
     def prompt(self, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> ChatPrompt:
@@ -39,7 +39,7 @@ class ChatPrompts:
             messages = _with_tools_as_text(messages, tools)
         elif tools:
             options["tools"] = list(tools)
-        return chat_prompt(self._template, self._tokenizer, messages, **options)
+        return chat_prompt(self._template, self._tokenizer, messages, self._context_size, **options)
 
     def _probe_tools(self) -> bool:
         """Whether the template says anything about tools."""

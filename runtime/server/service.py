@@ -52,7 +52,9 @@ class Service:
         self.vocab_size = session.manifest.geometry.vocab_size
         has_template = session.manifest.tokenizer.has_chat_template
         self._prompts = (
-            ChatPrompts(ChatTemplate(session.folder, session.tokenizer), session.tokenizer) if (has_template) else None
+            ChatPrompts(ChatTemplate(session.folder, session.tokenizer), session.tokenizer, session.context_size)
+            if has_template
+            else None
         )
         self.grammars = GrammarCompiler(session.folder, self.vocab_size, sorted(self.tokenizer.end_token_ids))
         can_save = isinstance(session.trunk, SharedTrunk)

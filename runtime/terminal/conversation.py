@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ResourceError, UsageError
+from engines.given_files import given_text
 from runtime.terminal.model import ChatModel, Reply, Settings
 from runtime.terminal.screen import Screen
 
@@ -79,9 +80,7 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Go on with a saved chat in place of this one. Raises UsageError, and changes nothing then."""
         try:
-            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+            messages = json.loads(given_text("", path, "give a chat that /save wrote"))["messages"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f"{path}: is no saved chat") from None
         system = ""

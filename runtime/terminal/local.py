@@ -35,7 +35,7 @@ class LocalModel:
         if settings.spec and session.draft is None:
             raise UsageError(f"{self.name} runs without a draft head: /spec auto takes that back")
         options = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
-        prompt = chat_prompt(self._template, session.tokenizer, messages, **options)
+        prompt = chat_prompt(self._template, session.tokenizer, messages, session.context_size, **options)
         generation = Generation(
             session.trunk,
             session.draft,

@@ -9,8 +9,13 @@ import sys
 from collections.abc import Sequence
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
+MOST_CHARACTERS = 8 << 20  # of a message
 # What a terminal would act on: control characters but tab and line end, and the C1 ones.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class MessageTooLong(Exception):
+    """What comes next on stdin is the rest of it, which is no message."""
 
 
 class Screen:
@@ -30,12 +35,14 @@ class Screen:
 
     def read(self) -> str | None:
         """The next message; a line that ends in a backslash goes on in the next. None: there are no more.
-        Raises KeyboardInterrupt, and UnicodeDecodeError for a pipe that is not UTF-8."""
+        Raises KeyboardInterrupt, UnicodeDecodeError for a pipe that is not UTF-8, MessageTooLong."""
         lines: list[str] = []
         while True:
             line = self._line("... " if lines else "> ")
             if line is None:
                 return "\n".join(lines) if lines else None
+            if sum(map(len, lines)) + len(line) > MOST_CHARACTERS:
+                raise MessageTooLong
             if not line.endswith("\\"):
                 return "\n".join([*lines, line])
             lines.append(line[:-1])
@@ -47,7 +54,7 @@ class Screen:
             except EOFError:
                 self.new_line()
                 return None
-        line = sys.stdin.readline()
+        line = sys.stdin.readline(MOST_CHARACTERS + 1)
         return line.rstrip("\r\n") if line else None
 
     def begin(self) -> None:
@@ -83,7 +90,7 @@ class Screen:
     def note(self, text: str) -> None:
         """Something for the person, not of the model."""
         sys.stdout.flush()
-        shown = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stderr.isatty() else text
+        shown = without_controls(text) if sys.stderr.isatty() else text
         print(f"{_DIM}{shown}{_PLAIN}" if self._dims_notes else shown, file=sys.stderr, flush=True)
 
     def new_line(self) -> None:
@@ -97,8 +104,12 @@ class Screen:
         sys.stdout.flush()
 
     def _safe(self, text: str) -> str:
-        """A model must not move the cursor, set titles or fill the clipboard."""
-        return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text) if self._shows else text
+        return without_controls(text) if self._shows else text
+
+
+def without_controls(text: str) -> str:
+    """What may go to a terminal: a model must not move the cursor, set titles or fill the clipboard."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _edit_lines(commands: Sequence[str]) -> None:

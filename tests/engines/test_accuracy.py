@@ -216,10 +216,11 @@ def test_refusals(tiny: Tiny, prepared: Path, tmp_path: Path, capsys: pytest.Cap
     x = str(tmp_path / "x")
     for code, flags, says in (
         (2, [model], "-o DIR: say where"),
+        (2, ["missing.gguf"], "missing.gguf: no such file or folder"),
         (2, [model, "-o", x, "--tokens", "0"], "--tokens 0: wanted 1 to"),
         (2, [model, "-o", x, "--tokens", "4"], "wanted more than --max-draft . 1"),
         (2, [model, "-o", x, "--max-draft", "9"], "--max-draft 9"),
-        (2, [model, "-o", x, "--text", "none"], "cannot be read as UTF-8"),
+        (2, [model, "-o", x, "--text", "none"], "--text none: cannot be read"),
         (2, [model, "-o", str(tmp_path / "full")], "holds something else"),
         (2, [model, "-o", x, "--export", str(tmp_path / "canonical")], "exported for onnxruntime"),
         (2, [model, "-o", x, "--export", str(tmp_path / "other")], "exported from another model"),

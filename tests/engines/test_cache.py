@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from engines.cache import (
     entries,
     entry_name,
     main,
-    part_name,
     to_remove,
 )
 from engines.draft_head import DraftHeadOptions
+from engines.work_folders import this_node, work_name
 from export.version import exporter_version
 from runtime.model_cache import exported_folder
 
@@ -88,7 +87,7 @@ def test_use_is_remembered(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_prune_takes_what_is_of_no_use(tmp_path: Path, dead_pid: int, capsys: pytest.CaptureFixture[str]) -> None:
-    here = platform.node()
+    here = this_node()
     gone = [
         folder_of(tmp_path, name, age)
         for name, age in [
@@ -96,13 +95,14 @@ def test_prune_takes_what_is_of_no_use(tmp_path: Path, dead_pid: int, capsys: py
             (entry_name(KEY, with_draft=False), 0),  # without a manifest
             (leftover(here, dead_pid), 0),
             (leftover("elsewhere", os.getpid()), 2),
-            (leftover(here, os.getppid()), 2),  # a number that went to another process since
+            (leftover(here, os.getpid()), 0),  # of a process whose number is now ours
+            (leftover(here, 1), 2),  # a number that went to another process since
         ]
     ]
     kept = [
         folder_of(tmp_path, name, age)
         for name, age in [
-            (part_name(OTHER_VERSION), 0),
+            (leftover(here, os.getppid()), 0),
             (leftover("elsewhere", dead_pid), 0.5),
             ("documents", 900),
             (".git", 900),
@@ -118,8 +118,8 @@ def test_prune_takes_what_is_of_no_use(tmp_path: Path, dead_pid: int, capsys: py
 
 
 def test_the_next_export_clears_up_after_one_that_was_killed(tiny: Tiny, tmp_path: Path, dead_pid: int) -> None:
-    folder_of(tmp_path, leftover(platform.node(), dead_pid))
-    alive = folder_of(tmp_path, part_name(OTHER_VERSION))
+    folder_of(tmp_path, leftover(this_node(), dead_pid))
+    alive = folder_of(tmp_path, leftover(this_node(), os.getppid()))
     folder = exported_folder(tiny("f32"), draft=True, cache_dir=tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([folder, alive])
 
@@ -156,4 +156,4 @@ def test_no_cache_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_names_hold_the_exporters_version() -> None:
     assert entry_name(KEY, with_draft=True) == f"{KEY}-{exporter_version()}"
-    assert part_name("x").endswith(f".{os.getpid()}")
+    assert work_name("x").endswith(f".{os.getpid()}")

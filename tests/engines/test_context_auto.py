@@ -14,7 +14,7 @@ from engines.description import describe
 from engines.engine_manifest import load_engine_manifest
 from engines.errors import ResourceError
 from engines.manifest import load_manifest
-from engines.memory_plan import RESERVE_BYTES, plan_memory
+from engines.memory_plan import plan_memory
 from engines.planned_engines import fitting_context
 from export.exporter import export_model
 
@@ -37,10 +37,10 @@ def exported_q4(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_largest_that_fits(tiny: Tiny, exported_q4: Path) -> None:
     """What is chosen fits by its own plan, a step more does not; int8 caches leave room for more."""
     manifest = load_manifest(exported_q4)
-    free = plan(tiny("q4_k_m"), 2048).total + RESERVE_BYTES
+    free = plan(tiny("q4_k_m"), 2048).total
     fits = fitting_context(exported_q4, manifest, DEFAULT_OPTIONS, free)
     assert fits == 2048
-    assert plan(tiny("q4_k_m"), fits + 1).total + RESERVE_BYTES > free
+    assert plan(tiny("q4_k_m"), fits + 1).total > free
     assert fitting_context(exported_q4, manifest, replace(DEFAULT_OPTIONS, kv_cache="int8"), free) >= 3072
     assert fitting_context(exported_q4, manifest, DEFAULT_OPTIONS, 1 << 40) == manifest.geometry.context_length
     with pytest.raises(ResourceError, match="needed for all else"):
@@ -72,7 +72,7 @@ def test_wrong_use(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.trt
 def test_the_command_line(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gigabytes = (plan(tiny("q4_k_m"), 1024).total + RESERVE_BYTES) / 1e9
+    gigabytes = plan(tiny("q4_k_m"), 1024).total / 1e9
     flags = ["-o", str(tmp_path / "x"), "--context", "auto", "--gpu-memory", repr(gigabytes)]
     assert main([str(tiny("q4_k_m")), *flags]) == 0
     assert "note: --context auto: 1024 of the model's 4096" in capsys.readouterr().err

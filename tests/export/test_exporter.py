@@ -184,15 +184,16 @@ def test_a_damaged_export_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         load_manifest(tmp_path)
 
 
-def test_files_of_a_manifest_stay_in_their_folder(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", "sub/outside", ""])
+def test_files_of_a_manifest_stay_in_their_folder(tiny: Tiny, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "x"
     export_model(tiny("agreeing"), folder)
     (tmp_path / "outside").write_bytes(b"12345")
     raw = json.loads((folder / MANIFEST_NAME).read_text())
-    raw["files"]["trunk"] = ["../outside", 5]
+    raw["files"]["trunk"] = [name, 5]
     (folder / MANIFEST_NAME).write_text(json.dumps(raw))
-    with pytest.raises(EngineError):
-        load_manifest(folder).file(folder, "trunk")
+    with pytest.raises(EngineError, match=rf"incomplete manifest \({name!r} is not the name of a file in the folder\)"):
+        load_manifest(folder)
 
 
 def test_a_tied_head_is_stored_once(tiny: Tiny, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engines.command import Terminated
 from engines.errors import DeviceLostError, EngineError
+from engines.signals import Terminated
 from runtime.controller import FixedDraft
 from runtime.engine_tensorrt import open_engines
 from runtime.sampling import ParamsSampler, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 
 from engines.engine_manifest import ENGINES_NAME, load_engine_manifest
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
-from engines.memory_plan import RESERVE_BYTES, plan_memory
+from engines.memory_plan import plan_memory
 from plugins.load import TensorRT
 from runtime import cuda
 from runtime.controller import AdaptiveDraft
@@ -136,7 +136,7 @@ def test_loaded_engines_are_planned_once(gpu: FakeGpu, folder: Path) -> None:
     """What they take is part of the plan, which is held against the memory there was before."""
     engines = load_engine_manifest(folder)
     activations = 1001  # of the profile that needs most
-    gpu.cuda.free = plan_memory(engines, GEOMETRY, ["trunk", "draft"], activations).total + RESERVE_BYTES
+    gpu.cuda.free = plan_memory(engines, GEOMETRY, ["trunk", "draft"], activations).total
     open_engines(folder, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
     refused(folder, ResourceError, "not enough GPU memory")  # less by the engines that were loaded
 
@@ -153,7 +153,7 @@ def test_the_largest_context_that_fits_is_named(gpu: FakeGpu, folder: Path) -> N
     assert plan.context == CONTEXT
     for context in (1, CONTEXT // 2, CONTEXT - 1):
         smaller = replace(plan, kv_caches=plan.kv_caches * context // CONTEXT, context=context)
-        free = smaller.total + RESERVE_BYTES
+        free = smaller.total
         smaller.check(free, 1 << 34)
         assert plan.largest_context(free) == context
         assert plan.largest_context(free - 1) == context - 1
@@ -175,7 +175,7 @@ def test_int8_caches_are_planned_with_their_size(gpu: FakeGpu, folder: Path) -> 
     assert plans[0].kv_caches == 2 * plans[1].kv_caches > 0
     assert plans[0].total - plans[1].total == plans[1].kv_caches
     with pytest.raises(ResourceError, match="int8 KV caches") as caught:
-        plans[1].check(free=plans[1].total + RESERVE_BYTES - 1, total=1 << 30)
+        plans[1].check(free=plans[1].total - 1, total=1 << 30)
     assert "--context" in str(caught.value) and "--kv-cache" not in str(caught.value)
 
 

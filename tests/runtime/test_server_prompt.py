@@ -17,6 +17,7 @@ from runtime.server.tool_calls import ToolCallReader
 from runtime.tokenizer import Tokenizer
 from tests.exported import Exported
 
+CONTEXT = 4096
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
 # In the manner of Qwen3.5's: tools, calls with arguments taken apart, thinking of earlier turns left out.
 KNOWING = """\
@@ -45,13 +46,13 @@ def tokenizer(exported: Callable[[str], Exported]) -> Tokenizer:
 @pytest.fixture
 def knowing(tokenizer: Tokenizer, tmp_path: Path) -> ChatPrompts:
     (tmp_path / TEMPLATE_NAME).write_text(KNOWING)
-    return ChatPrompts(ChatTemplate(tmp_path, tokenizer), tokenizer)
+    return ChatPrompts(ChatTemplate(tmp_path, tokenizer), tokenizer, CONTEXT)
 
 
 @pytest.fixture
 def plain(tokenizer: Tokenizer, exported: Callable[[str], Exported]) -> ChatPrompts:
     """The tiny model's own: roles and text alone."""
-    return ChatPrompts(ChatTemplate(exported("trained").folder, tokenizer), tokenizer)
+    return ChatPrompts(ChatTemplate(exported("trained").folder, tokenizer), tokenizer, CONTEXT)
 
 
 def request(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
@@ -153,4 +154,13 @@ def test_options_that_are_not_the_requests(plain: ChatPrompts, name: str) -> Non
 def test_a_template_that_refuses(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / TEMPLATE_NAME).write_text("{{ raise_exception('No system message here.') }}")
     with pytest.raises(UsageError, match=r"No system message here\."):
-        ChatPrompts(ChatTemplate(tmp_path, tokenizer), tokenizer).prompt(request(USER), [])
+        ChatPrompts(ChatTemplate(tmp_path, tokenizer), tokenizer, CONTEXT).prompt(request(USER), [])
+
+
+def test_a_template_that_makes_a_long_text_of_a_short_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / TEMPLATE_NAME).write_text("{% for i in range(9000) %}{{ '<|im_start|> word ' * 50 }}{% endfor %}")
+    prompts = ChatPrompts(ChatTemplate(tmp_path, tokenizer), tokenizer, CONTEXT)
+    with pytest.raises(
+        UsageError, match=r"^the prompt has 8100000 characters, some \d+ tokens, the context holds 4096"
+    ):
+        prompts.prompt(request(USER), [])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engines.errors import EngineError, UsageError
 from engines.manifest import TokenizerInfo
 from export.gguf_file import GGUFFile
-from runtime.tokenizer import StreamDecoder, Tokenizer
+from runtime.tokenizer import StreamDecoder, Tokenizer, TooManyTokens
 from tests.tiny_vocab import FIRST_PAD, IM_END, IM_START, THINK, UNUSED, vocabulary_metadata
 from tests.vocabulary_files import TRAINED_MODEL, exported, vocabulary_file
 
@@ -188,3 +188,37 @@ def test_a_long_text(trained):
     text = "def f(x):\n    return x  # naïve 日本\n" * 3000
     ids = trained.encode(text)
     assert trained.decode(ids) == text
+
+
+# ---------------------------------------------------------------- more than the context holds
+LONG = {"words": "a b ", "one word": "a", "line ends": "\n", "control tokens": "<|im_start|>", "no ASCII": "x1é! 日"}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_what_cannot_fit_is_not_taken_in_whole(trained, monkeypatch, kind):
+    """Eight million characters would take the library seconds and gigabytes."""
+    text, taken, encode = LONG[kind] * (8_000_000 // len(LONG[kind])), [], trained._encode
+    monkeypatch.setattr(trained, "_encode", lambda piece, special: taken.append(len(piece)) or encode(piece, special))
+    with pytest.raises(
+        TooManyTokens, match=rf"{len(text)} characters, some \d+ tokens, the context holds 512; shorten"
+    ):
+        trained.encode(text, most=512)
+    assert sum(taken) < 200_000, taken
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("most", [100, 4096])
+def test_what_fits_is_taken_whatever_its_length(trained, kind, most):
+    unit = LONG[kind]
+    for length in (most // 2, most - 1, most, most + 1, most * 3 // 2):
+        text = unit * length
+        ids = trained.encode(text)
+        if len(ids) <= most:
+            assert trained.encode(text, most=most) == ids
+
+
+def test_a_long_text_of_long_tokens_fits(trained):
+    """Sixteen bytes a token: longer than what is looked at more closely."""
+    text = " " * 128 * 500
+    ids = trained.encode(text)
+    assert len(text) > 8 * len(ids) and trained.encode(text, most=len(ids)) == ids
