@@ -53,7 +53,7 @@ def given_text(flag: str, path: Path | None, cure: str, most: int = MOST_BYTES) 
     except OSError as error:
         raise UsageError(f"{name}: cannot be read ({reason(error)}); {cure}") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name}: cannot be read as UTF-8 (byte {error.start} is not); {cure}") from None
+        raise UsageError(f"{name}: cannot be read (byte {error.start} is not UTF-8); {cure}") from None
 
 
 def reason(error: Exception) -> str:

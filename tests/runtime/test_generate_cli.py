@@ -195,7 +195,7 @@ def test_a_line_of_a_megabyte(generate: Generate) -> None:
 
 @pytest.mark.parametrize("content", [b"\xed\xa0\x80", b"a\xff", b"\xc3"])
 def test_prompts_that_are_no_text(generate: Generate, content: bytes) -> None:
-    generate("bigram_ring", stdin=content).refused(2, "stdin: cannot be read as UTF-8 (byte")
+    generate("bigram_ring", stdin=content).refused(2, "stdin: cannot be read (byte", "is not UTF-8")
 
 
 # ---------------------------------------------------------------- numbers at the edges
