@@ -33,6 +33,11 @@ def commands(folder: Path, position: int, library: Path | None = None) -> list[s
             f"{folder}: its engines take the weights as inputs, which the tool would fill with random bytes; "
             "build others with `python -m engines.build MODEL.gguf -o OTHER --embed-weights`"
         )
+    if manifest.tensorrt not in _TOOLS:
+        raise EngineError(
+            f"{folder}: built by {manifest.tensorrt!r}, wanted {' or '.join(_TOOLS)}; run `python -m engines.build` "
+            "again"
+        )
     library = find_library(library)
     if not 0 <= position < manifest.options.context:
         raise UsageError(f"--position {position}: wanted 0 to {manifest.options.context - 1}")

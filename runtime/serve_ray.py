@@ -28,14 +28,13 @@ _HEALTH_PERIOD_S = 5.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing here reports to anybody
     options = _options(arguments)
     _export(options)  # once, and before any replica: what is wrong with the file is said here
+    start_ray()
     import ray
     from ray import serve
 
     asked_to_end = threading.Event()
-    ray.init(include_dashboard=False)  # the cluster that RAY_ADDRESS names, or one on this machine
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked_to_end.set())
     try:
@@ -49,6 +48,21 @@ def main(arguments: list[str] | None = None) -> int:
         serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def start_ray(**more: Any) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one of this machine alone, whose processes listen on loopback
+    addresses: Ray has no authentication. more: of ray.init."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing here reports to anybody
+    local = os.environ.get("RAY_ADDRESS") in (None, "", "local")
+    if local:
+        # Ray reads it when it is imported. Without it, Ray resolves even 127.0.0.1 to an address that others can reach;
+        # where it does not support clusters, this is its default.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        more = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1", **more}
+    import ray
+
+    ray.init(**more)
 
 
 def build(given: dict[str, str]) -> Any:

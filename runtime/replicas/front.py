@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.replicas.exchange import Asked, Head, session_key
+from runtime.replicas.loopback import keep_to_loopback
 from runtime.server.errors import ApiError
 from runtime.server.http import DONE, ClientGoneError, dumps, error_response
 from runtime.server.security import Guard, Limits
@@ -22,6 +23,7 @@ class Front:
     """replicas: Ray's handle of the `runtime.replicas.replica.Replica` deployment."""
 
     def __init__(self, replicas: Any, limits: Limits) -> None:
+        keep_to_loopback()
         self._replicas = replicas
         self._guard = Guard(self._pass_on, limits)
 

@@ -13,6 +13,7 @@ from ray import serve
 
 from engines.errors import EngineError
 from runtime.replicas.exchange import Asked, Head
+from runtime.replicas.loopback import keep_to_loopback
 from runtime.serve import MIB, service_options, session_to_serve
 from runtime.server.app import create_app
 from runtime.server.security import Limits
@@ -28,6 +29,7 @@ class Replica:
     def __init__(self, options: argparse.Namespace) -> None:
         """options: of `runtime.serve_ray`."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+        keep_to_loopback()
         self._service = Service(session_to_serve(options), service_options(options))
         self._service.grammars.warm_up()
         # Who may ask, and by what name, the front has seen to.

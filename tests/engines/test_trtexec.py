@@ -80,6 +80,9 @@ def test_refusals(embedded: EngineManifest, tmp_path: Path, capsys: pytest.Captu
     assert len(capsys.readouterr().out.splitlines()) == 6
     assert main([str(tmp_path), "--plugins", library, "--position", "256"]) == 2
     assert "--position 256: wanted 0 to 255" in capsys.readouterr().err
+    replace(embedded, tensorrt="").save(tmp_path)
+    assert main([str(tmp_path), "--plugins", library]) == 4
+    assert "built by '', wanted tensorrt or tensorrt_rtx" in capsys.readouterr().err
     replace(embedded, options=replace(embedded.options, embed_weights=False)).save(tmp_path)
     assert main([str(tmp_path), "--plugins", library]) == 4
     assert "would fill with random bytes; build others with" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import json
 import os
 import shutil
@@ -34,10 +36,6 @@ TWO_TURNS_AGO = "What does len do? " * 20
 
 @pytest.fixture(scope="module")
 def url(exported: Callable[[str], Exported]) -> Iterator[str]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray = pytest.importorskip("ray")
-    from ray import serve
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,9 +44,10 @@ def url(exported: Callable[[str], Exported]) -> Iterator[str]:
         f"{exported('trained').folder} -t 1 --replicas 2 --sequences 2 --queue 1 --port {port} --api-key abc --temp 0"
     )
     try:
-        ray.init(
-            num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=folder
-        )
+        serve_ray.start_ray(num_cpus=4, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=folder)
+        import ray
+        from ray import serve
+
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         serve.run(serve_ray.build({"arguments": flags}), name=serve_ray.NAME)
         yield f"http://127.0.0.1:{port}"
@@ -115,6 +114,42 @@ def test_who_may_ask(http: httpx.Client, url: str) -> None:
     refused = http.post("/v1/chat/completions", json={"messages": [user("x")], "heat": 1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "heat")
     assert httpx.get(url).headers["content-type"].startswith("text/html")
+
+
+def test_nothing_listens_for_others(http: httpx.Client) -> None:
+    """Neither the front nor any process of Ray's: there is no authentication."""
+    mine = {str(os.getpid()), *descendants(os.getpid())}
+    listening = [(address, Path(f"/proc/{pid}/cmdline").read_text()) for pid in mine for address in listens_on(pid)]
+    assert len(listening) > 5
+    assert not [each for each in listening if not each[0].is_loopback]
+
+
+def descendants(pid: int) -> set[str]:
+    """Processes that it started, and those that these did."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[path.parent.name] = path.read_text().rpartition(")")[2].split()[1]
+    found, more = set(), {str(pid)}
+    while more:
+        more = {child for child, parent in parents.items() if parent in more} - found
+        found |= more
+    return found
+
+
+def listens_on(pid: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    held = set()
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(path))
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                words = bytes.fromhex(fields[1].partition(":")[0])  # of 32 bits, each turned round
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                address = ipaddress.ip_address(packed)
+                yield getattr(address, "ipv4_mapped", None) or address
 
 
 def test_a_chat_stays_with_its_replica(http: httpx.Client) -> None:
