@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_fp16.h>
 #include "export.h"
+#include "ptx.cuh"
 
 namespace nextn {
 
@@ -14,6 +15,24 @@ namespace nextn {
 //        w = d*sc[i/16]*(q-32); half h of 128 values, quarter j of 32, l in it:
 //        q = nibble(j/2) of ql[64h + 32(j%2) + l]  |  (2 bits at 2j of qh[32h + l]) << 4
 constexpr int kSUPER = 256;
+
+// Parts of blocks, by a pointer, or by an address of shared memory: a pointer to that may be worked out before every use.
+__device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
+__device__ __forceinline__ uint32_t load_word(uint32_t address) { return load_shared(address); }
+__device__ __forceinline__ uint32_t load_half_word(const uint8_t* p) { return *reinterpret_cast<const uint16_t*>(p); }
+__device__ __forceinline__ uint32_t load_half_word(uint32_t address) {
+    uint16_t r;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(address));
+    return r;
+}
+__device__ __forceinline__ uint4 load_4_words(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
+__device__ __forceinline__ uint4 load_4_words(uint32_t address) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "r"(address));
+    return r;
+}
 
 struct __align__(4) block_q4_k {
     __half d, dmin;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& 
             mbarrier_wait(ring.full + at.stage, at.phase);
             const uint8_t* r0 = own_rows + at.stage * stage_size;
             float y[NT][2] = {};
-            dot_few<SHIFTED>(r0, r0 + second, x, y, q, [&] {
+            dot_few<SHIFTED, TYPE>(r0, r0 + second, x, y, q, [&] {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(ring.empty + at.stage);
             });

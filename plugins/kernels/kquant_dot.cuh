@@ -30,15 +30,13 @@ __device__ __forceinline__ void each_of(const F& f) {
     }
 }
 
-__device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
-
-// Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory.
-template <int TYPE, int NT, int OPERAND>
-__device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8, const TokenOperand<OPERAND, NT>& x,
+// Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory, by pointers or addresses.
+template <int TYPE, int NT, int OPERAND, typename P>
+__device__ __forceinline__ void dot_affine(P r0, P r8, const TokenOperand<OPERAND, NT>& x,
                                            float (&y)[NT][2], int q) {
     constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
     constexpr bool kFIFTH = TYPE == kNEXTN_Q5_K;
-    const uint4 h0 = *reinterpret_cast<const uint4*>(r0), h8 = *reinterpret_cast<const uint4*>(r8);
+    const uint4 h0 = load_4_words(r0), h8 = load_4_words(r8);
     const ScaleMin s0 = unpack_scale_min(h0.y, h0.z, h0.w), s8 = unpack_scale_min(h8.y, h8.z, h8.w);
     uint32_t high[4];  // fifth bits: rows g, g+8 at bytes 4q.., then at 16+4q..
     if (kFIFTH) {
@@ -47,8 +45,8 @@ __device__ __forceinline__ void dot_affine(const uint8_t* r0, const uint8_t* r8,
         high[2] = load_word(r0 + 32 + 4 * q);
         high[3] = load_word(r8 + 32 + 4 * q);
     }
-    const uint8_t* q0 = r0 + (kFIFTH ? 48 : 16) + 4 * q;
-    const uint8_t* q8 = r8 + (kFIFTH ? 48 : 16) + 4 * q;
+    const P q0 = r0 + (kFIFTH ? 48 : 16) + 4 * q;
+    const P q8 = r8 + (kFIFTH ? 48 : 16) + 4 * q;
     int acc[NT][4] = {}, acc16[NT][4] = {};  // acc16: 16 times what it stands for
     const auto sub_block = [&](auto S) {
         constexpr int s = decltype(S)::value, c = s >> 1;
@@ -103,9 +101,8 @@ __device__ __forceinline__ uint32_t load_word_2(uint32_t down, uint32_t select) 
 
 // Q6_K.  r0, r8 are 2-byte aligned; ALIGNED: both are 4-byte aligned.  q is used unsigned; 32 * sum(sc * sum(a)) is taken
 // off at the end.
-template <bool ALIGNED, int NT, int OPERAND>
-__device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, const TokenOperand<OPERAND, NT>& x,
-                                         float (&y)[NT][2], int q) {
+template <bool ALIGNED, int NT, int OPERAND, typename P>
+__device__ __forceinline__ void dot_q6_k(P r0, P r8, const TokenOperand<OPERAND, NT>& x, float (&y)[NT][2], int q) {
     const uint32_t at[2] = {smem_address(r0), smem_address(r8)}, down[2] = {at[0] & ~3u, at[1] & ~3u};
     const uint32_t select[2] = {at[0] & 2 ? 0x5432u : 0x3210u, at[1] & 2 ? 0x5432u : 0x3210u};
     uint32_t scales[2][4];
@@ -144,8 +141,8 @@ __device__ __forceinline__ void dot_q6_k(const uint8_t* r0, const uint8_t* r8, c
     each_of<4>(quarters);
     const uint32_t own0 = q < 2 ? (q ? scales[0][1] : scales[0][0]) : (q == 2 ? scales[0][2] : scales[0][3]);
     const uint32_t own8 = q < 2 ? (q ? scales[1][1] : scales[1][0]) : (q == 2 ? scales[1][2] : scales[1][3]);
-    const float d0 = __half2float(*reinterpret_cast<const __half*>(r0 + 208));
-    const float d8 = __half2float(*reinterpret_cast<const __half*>(r8 + 208));
+    const float d0 = __half2float(__ushort_as_half(load_half_word(r0 + 208)));
+    const float d8 = __half2float(__ushort_as_half(load_half_word(r8 + 208)));
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
         int top[4], low[4];

@@ -7,22 +7,22 @@ namespace {
 // A block gets 640 x 96 registers, given out to groups of four warps: the helpers pass part of their share on (in all
 // at most 5 x 96).
 constexpr int kHELPERS = 128;
-template <bool ONE>
-constexpr int kHELPER_REGISTERS = ONE ? 56 : 24;
-template <bool ONE>
-constexpr int kCONSUMER_REGISTERS = ONE ? 104 : 112;
+template <int TOKENS>
+constexpr int kHELPER_REGISTERS = kFLOWS<TOKENS> ? 64 : 32;
+template <int TOKENS>
+constexpr int kCONSUMER_REGISTERS = kFLOWS<TOKENS> ? 104 : 112;
 
 constexpr int kMAX_SUPERS = kWARPS, kMAX_DOWN_CHUNKS = 4;
 
-template <bool ONE, int NT>
-constexpr size_t kSHARED_BYTES = round_up(sizeof(LayerShared<ONE, NT>), 128);
+template <int TOKENS>
+constexpr size_t kSHARED_BYTES = round_up(sizeof(LayerShared<TOKENS>), 128);
 
-template <bool ONE, int NT>
+template <int TOKENS>
 __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __grid_constant__ LayerParams p) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) uint8_t memory[];
-    auto& s = *reinterpret_cast<LayerShared<ONE, NT>*>(memory);
-    uint8_t* ring = memory + kSHARED_BYTES<ONE, NT>;
+    auto& s = *reinterpret_cast<LayerShared<TOKENS>*>(memory);
+    uint8_t* ring = memory + kSHARED_BYTES<TOKENS>;
     uint8_t* scratch = ring + p.stages * p.stage_bytes;
     // by way of a shuffle, so that the compiler knows that a warp's lanes agree on it
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
@@ -32,56 +32,60 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
             mbarrier_init(s.full + i, kTILE_ROWS);
             mbarrier_init(s.empty + i, kWARPS);
         }
-        mbarrier_init(&s.go, kWARPS);
-        mbarrier_init(&s.own_clear, 1);
+        for (uint64_t& each : s.read) mbarrier_init(&each, kWARPS);
+        mbarrier_init(&s.own_clear, kFLOWS<TOKENS> ? kCLEANERS : 1);
         mbarrier_init(&s.all_clear, 1);
-        for (int i = 0; i < kBUFFERS<ONE>; ++i) {
+        s.reading = 0;
+        for (int i = 0; i < kBUFFERS<TOKENS>; ++i) {
             mbarrier_init(s.given + i, kWARPS);
-            mbarrier_init(s.taken + i, 1);
+            mbarrier_init(s.taken + i, TOKENS == 1 ? 1 : kADDERS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (warp >= kWARPS) {
-        fewer_registers<kHELPER_REGISTERS<ONE>>();
+        fewer_registers<kHELPER_REGISTERS<TOKENS>>();
         if (warp == kWARPS) {
-            if (!ONE) mbarrier_wait(&s.go, 0);  // what the consumers need first would queue up behind the weights
-            bring_weights(p, s, ring, lane);
-        } else if (warp == kWARPS + 1) {
+            // what the consumers need first would queue up behind the weights
+            if (!kFLOWS<TOKENS>) mbarrier_wait(s.read + p.first, 0);
+            bring_weights<kFLOWS<TOKENS>>(p, s, ring, lane);
+        } else if (kFLOWS<TOKENS> || warp == kWARPS + 1) {
             wait_for_predecessor();
-            clear_and_fetch<ONE>(p, s, lane);
-        } else if (ONE) {
-            wait_for_predecessor();
-            add_up(p, s, warp - kWARPS - 2, lane);
+            clear_and_fetch<kFLOWS<TOKENS>>(p, s, warp - kWARPS - 1, lane);
+            if constexpr (kFLOWS<TOKENS>)
+                if (warp > kWARPS + 1) add_up<TOKENS>(p, s, warp - kWARPS - 2, lane);
         }
         return;
     }
-    more_registers<kCONSUMER_REGISTERS<ONE>>();
+    more_registers<kCONSUMER_REGISTERS<TOKENS>>();
     trace(p, 0);
     // of every four warps, which share a scheduler, two own even superblocks: those of Q6_K take less time
-    Consumer<ONE, NT> c = {
-        p, s, reinterpret_cast<TokenSlot*>(scratch), ring, warp, lane, warp ^ (warp >> 2 & 1), {}, {}, 0, 0};
+    Consumer<TOKENS> c = {
+        p,    s,    reinterpret_cast<TokenSlot*>(scratch), smem_address(ring), smem_address(s.full),
+        warp, lane, warp ^ (warp >> 2 & 1),                {},                 {}};
+    c.ring = keep(c.ring);
+    c.barriers = keep(c.barriers);
     c.request_norm(p.first);
-    wait_for_predecessor();
-    c.grid = GridBarrier(p.sync);  // whose word the predecessor may have used
-    trace(p, 1);
+    if constexpr (!Consumer<TOKENS>::kTAKES) {
+        wait_for_predecessor();
+        c.grid = GridBarrier(p.sync);  // whose word the predecessor may have used
+        trace(p, 1);
+    }
 #pragma unroll 1
     for (int k = p.first;; ++k) {
         c.prepare(k);
         if (k == p.first && p.last >= kGATE_UP) c.prefetch_norm();
-        trace(p, 5 * k + 4);
         c.multiply(k);
         trace(p, 5 * k + 5);
         if (k == p.last) break;
         c.request_norm(k + 1);
         if (k == p.first) mbarrier_wait(&s.all_clear, 0);
-        if (!ONE) c.meet();
+        if (!kFLOWS<TOKENS>) c.meet();
         trace(p, 5 * k + 6);
         if (k == kINPUT && p.delta_net) {
-            DeltaBlock<ONE ? 1 : NT * kGroupTokens>(p, s.window, *reinterpret_cast<DeltaShared*>(scratch))
-                .run(warp, lane);
+            DeltaBlock<TOKENS>(p, s.window, *reinterpret_cast<DeltaShared<TOKENS>*>(scratch)).run(warp, lane);
             trace(p, 22);
-            if (!ONE) c.meet();
+            if (!kFLOWS<TOKENS>) c.meet();
             trace(p, 23);
         }
     }
@@ -105,15 +109,15 @@ Phase phase_of(int k, const NextnLayerMatrix* matrices, int count, float* y, int
     return f;
 }
 
-template <bool ONE, int NT>
+template <int TOKENS>
 cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream_t stream) {
     int stage = 0;
     for (int k = p.first; k <= p.last; ++k)
         for (int i = 0; i < p.phase[k].segments; ++i)
             stage = max(stage, kTILE_ROWS * stage_row(p.phase[k].segment[i].type, min(kWARPS, p.phase[k].supers)));
-    const size_t slots = ONE ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
-    const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared) : 0);
-    const size_t besides = kSHARED_BYTES<ONE, NT> + round_up(scratch, 128), room = limits.smem_per_block - besides;
+    const size_t slots = TOKENS == 1 ? sizeof(TokenSlot) * max(p.phase[kDOWN].supers, kWARPS) : 0;
+    const size_t scratch = max(slots, p.delta_net ? sizeof(DeltaShared<TOKENS>) : 0);
+    const size_t besides = kSHARED_BYTES<TOKENS> + round_up(scratch, 128), room = limits.smem_per_block - besides;
     p.stage_bytes = static_cast<int>(round_up(stage, 128));
     p.stages = static_cast<int>(min(room / p.stage_bytes, static_cast<size_t>(kMAX_STAGES)));
     if (p.stages < 2) return cudaErrorInvalidValue;
@@ -122,7 +126,7 @@ cudaError_t run(LayerParams& p, const DeviceLimits& limits, bool pdl, cudaStream
     l.block = dim3(kTHREADS + kHELPERS);
     l.smem = max(static_cast<size_t>(p.stages) * p.stage_bytes + besides, one_block_per_sm(limits, 0));
     l.pdl = pdl;
-    return launch(l, stream, layer_kernel<ONE, NT>, p);
+    return launch(l, stream, layer_kernel<TOKENS>, p);
 }
 
 ClearRange range(void* from, const void* end) {
@@ -180,8 +184,9 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart
     q.t = p.t;
     q.heads = delta.v_heads;
     const bool pdl = p.flags & NEXTN_PDL;
-    if (p.t == 1) return run<true, 1>(q, limits, pdl, stream);
-    return p.t <= kGroupTokens ? run<false, 1>(q, limits, pdl, stream) : run<false, 2>(q, limits, pdl, stream);
+    if (p.t == 1) return run<1>(q, limits, pdl, stream);
+    return p.t <= kGroupTokens ? run<kGroupTokens>(q, limits, pdl, stream)
+                               : run<NEXTN_MAX_DECODE_T>(q, limits, pdl, stream);
 }
 
 }  // namespace nextn

@@ -2,8 +2,8 @@
 //
 //   block = 16 consumer warps + 4 helpers, one block a multiprocessor. One helper knows all weights beforehand and runs
 //   ahead through them, so memory stays busy while the consumers wait for each other:
-//   one token       every block reads the rows it needs as they come (layer_flow.cuh)
-//   several tokens  phases separated by grid barriers
+//   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh)
+//   more               phases separated by grid barriers
 //   a consumer warp owns one superblock of each chunk of 16 of every tile
 // Every choice that fixes the order of a sum follows from the layer, never from t.
 #pragma once
@@ -35,9 +35,9 @@ struct ClearRange {
 struct LayerParams {
     Phase phase[kPHASES];
     RowSource source[kPHASES];
-    QuantizedRows shared;      // several tokens: rows of the product at hand, quantised by all blocks together
+    QuantizedRows shared;      // more than four tokens: rows of the product at hand, quantised by all blocks together
     float* row_squares;        // their sums of x^2 by superblock, [t][kWARPS]
-    ClearRange floats;         // one token: to be cleared, see layer_flow.cuh
+    ClearRange floats;         // up to four: to be cleared, see layer_flow.cuh
     NextnGatedDeltaNet delta;  // rows and y set
     float* squares;
     uint32_t* sync;
@@ -55,6 +55,14 @@ __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefe
 __device__ __forceinline__ void trace([[maybe_unused]] const LayerParams& p, [[maybe_unused]] int point) {
 #ifdef NEXTN_LAYER_TRACE
     if (threadIdx.x == 0) reinterpret_cast<long long*>(p.sync + 64)[24 * blockIdx.x + point] = clock64();
+#endif
+}
+// When a value that was loaded is there.
+__device__ __forceinline__ void trace_value([[maybe_unused]] const LayerParams& p, [[maybe_unused]] int point,
+                                            [[maybe_unused]] float value) {
+#ifdef NEXTN_LAYER_TRACE
+    asm volatile("" ::"f"(value) : "memory");
+    trace(p, point);
 #endif
 }
 

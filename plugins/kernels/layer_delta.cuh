@@ -14,13 +14,13 @@ struct __align__(16) DeltaWindow {
     float rows[kGDN_KERNEL - 1][kGDN_CHANNELS];
     int slot;
 };
+template <int MAX_T>
 struct DeltaShared {
-    float q[NEXTN_MAX_DECODE_T][kGDN_DIM], k[NEXTN_MAX_DECODE_T][kGDN_DIM];
-    float v[NEXTN_MAX_DECODE_T][kGDN_COLUMNS], gate[NEXTN_MAX_DECODE_T][kGDN_COLUMNS],
-        o[NEXTN_MAX_DECODE_T][kGDN_COLUMNS];
+    float q[MAX_T][kGDN_DIM], k[MAX_T][kGDN_DIM];
+    float v[MAX_T][kGDN_COLUMNS], gate[MAX_T][kGDN_COLUMNS], o[MAX_T][kGDN_COLUMNS];
     float2 partials[2][4][kGDN_COLUMNS];  // by parity of the token and quarter of the rows
-    Gates gates[NEXTN_MAX_DECODE_T];
-    float kq[NEXTN_MAX_DECODE_T];
+    Gates gates[MAX_T];
+    float kq[MAX_T];
 };
 
 __device__ __forceinline__ int delta_channel(const NextnGatedDeltaNet& g, int head, int column0, int i) {
@@ -61,13 +61,14 @@ struct DeltaBlock {
     const LayerParams& p;
     const NextnGatedDeltaNet& g;
     DeltaWindow& old;
-    DeltaShared& s;
+    DeltaShared<MAX_T>& s;
     int h, column0, slot;
     int quarter, group, row0, column;  // of the state
     bool active;
     float state[kROWS];
 
-    __device__ __forceinline__ DeltaBlock(const LayerParams& params, DeltaWindow& before, DeltaShared& shared)
+    __device__ __forceinline__ DeltaBlock(const LayerParams& params, DeltaWindow& before,
+                                          DeltaShared<MAX_T>& shared)
         : p(params), g(params.delta), old(before), s(shared) {
         const int unit = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         slot = before.slot;

@@ -1,4 +1,4 @@
-// How the rows of one token pass from block to block inside the persistent layer kernel, without barriers in between.
+// How rows pass from block to block inside the persistent layer kernel, without barriers in between.
 //
 // What one block writes for others lies in memory that the launch has filled with a value that no result can have, a
 // NaN other than the one that arithmetic gives. Who needs a row reads it until none of it has that value. Every word
@@ -38,17 +38,20 @@ __device__ __forceinline__ void await(const float* p, float4& v) {
     while (absent(v)) v = load_now4(p);
 }
 
-// One warp of each block: fills what others will wait for.
-__device__ __forceinline__ void clear_own_tiles(const LayerParams& p, int lane) {
+// Some lanes of each block fill what others will wait for.
+__device__ __forceinline__ void clear_own_tiles(const LayerParams& p, int lane, int lanes) {
     const Phase& f = p.phase[p.first];
     for (int i = 0; i < f.segments; ++i) {
         const Segment& g = f.segment[i];
         for (int u = first_tile(g); u < g.tiles; u += gridDim.x)
-            if (lane < kTILE_ROWS && u * kTILE_ROWS + lane < g.n) g.y[u * kTILE_ROWS + lane] = __uint_as_float(kABSENT);
+            for (int e = lane; e < kTILE_ROWS * p.t; e += lanes) {
+                const int n = u * kTILE_ROWS + e % kTILE_ROWS;
+                if (n < g.n) g.y[e / kTILE_ROWS * f.ldy + n] = __uint_as_float(kABSENT);
+            }
     }
 }
-__device__ __forceinline__ void clear(const ClearRange& r, int lane) {
-    for (int i = blockIdx.x * 32 + lane; i < r.pieces; i += gridDim.x * 32)
+__device__ __forceinline__ void clear(const ClearRange& r, int lane, int lanes) {
+    for (int i = blockIdx.x * lanes + lane; i < r.pieces; i += gridDim.x * lanes)
         r.from[i] = make_uint4(kABSENT, kABSENT, kABSENT, kABSENT);
 }
 

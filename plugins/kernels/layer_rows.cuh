@@ -1,4 +1,4 @@
-// Rows of a product as operands: one token by every block for itself, several by all blocks together.
+// Rows of a product as operands: up to four tokens by every block for itself, more by all blocks together.
 #pragma once
 #include "layer_flow.cuh"
 #include "one_token.cuh"
@@ -14,20 +14,12 @@ struct __align__(16) TokenSlot {
     float scale, padding[3];
 };
 
-__device__ __forceinline__ float4 times(const float4& a, const float4& b) {
-    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
+// Of a head's outputs: the sums of squares over its parts, and 1 / rms.
+__device__ __forceinline__ const float* head_squares(const LayerParams& p, const RowSource& s, int token, int head) {
+    return s.squares + kGDN_PARTS * (token * p.heads + head);
 }
-__device__ __forceinline__ float4 times(const float4& a, float f) { return times(a, make_float4(f, f, f, f)); }
-__device__ __forceinline__ uint32_t max_bits(uint32_t bits, const float4& v) {
-    bits = max(max(bits, __float_as_uint(v.x) & 0x7fffffffu), __float_as_uint(v.y) & 0x7fffffffu);
-    return max(max(bits, __float_as_uint(v.z) & 0x7fffffffu), __float_as_uint(v.w) & 0x7fffffffu);
-}
-// 1 / rms of a head's outputs.
-__device__ __forceinline__ float head_factor(const LayerParams& p, const RowSource& s, int token, int head) {
-    const float* at = s.squares + 4 * (token * p.heads + head);
-    float4 v = load_now4(at);
-    await(at, v);
-    const float total = __fadd_rn(__fadd_rn(__fadd_rn(v.x, v.y), v.z), v.w);
+__device__ __forceinline__ float head_factor(const LayerParams& p, const float4& squares) {
+    const float total = __fadd_rn(__fadd_rn(__fadd_rn(squares.x, squares.y), squares.z), squares.w);
     return rms_factor(total, kGDN_DIM, p.eps);
 }
 
@@ -44,30 +36,22 @@ __device__ __forceinline__ void request_values(const RowSource& s, int token, in
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);
 }
-// v: requested. Not of the rows of the first product: they are there, and could hold anything.
-__device__ __forceinline__ void await_values(const RowSource& s, int token, int superblock, int lane, float4 (&v)[2]) {
-    const float* x = values_at(s, token, superblock, lane);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) await(x + 16 * h, v[h]);
-}
 __device__ __forceinline__ void load_norm(const RowSource& s, int superblock, int lane, float4 (&norm)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
         norm[h] = __ldg(reinterpret_cast<const float4*>(s.norm + value_of_lane(superblock, lane) + 16 * h));
 }
 // v times the norm's weights and the head's factor. Returns, in every lane, the sum of x^2 where the row is normed.
-__device__ __forceinline__ float scale_values(const LayerParams& p, const RowSource& s, int token, int superblock,
-                                              int lane, float4 (&v)[2], const float4 (&norm)[2]) {
+__device__ __forceinline__ float scale_values(const LayerParams& p, const RowSource& s, float4 (&v)[2],
+                                              const float4 (&norm)[2], const float4& squares) {
     float sum = 0.0f;
     if (s.norm) {
-        sum = squares_of(v[0], v[1]);
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+        sum = sum_of_places(squares_of(v[0], v[1]));
         v[0] = times(v[0], norm[0]);
         v[1] = times(v[1], norm[1]);
     }
     if (s.squares) {
-        const float factor = head_factor(p, s, token, 2 * superblock + (lane >> 4));
+        const float factor = head_factor(p, squares);
         v[0] = times(v[0], factor);
         v[1] = times(v[1], factor);
     }
@@ -98,10 +82,24 @@ __device__ __forceinline__ void quantize_slot(TokenSlot& slot, int lane, const f
     word[4] = static_cast<int8_t>(digit.rest);
 }
 
-// A lane's values at x of one token's superblock when they are there. `last`: the superblock's last value; when that is
-// there, most likely all are.
-__device__ __forceinline__ void await_superblock(const float* x, const float* last, float4 (&v)[2]) {
-    while (__any_sync(~0u, absent(load_now(last)))) __nanosleep(100);  // others need the memory too
+// What is at an address of each lane when it is there for all of them. Others need the memory too, hence the pauses.
+__device__ __forceinline__ float4 await_all4(const float* at) {
+    float4 v;
+    while (__any_sync(~0u, absent(v = load_now4(at)))) __nanosleep(100);
+    return v;
+}
+__device__ __forceinline__ void await_all(const float* at) {
+    while (__any_sync(~0u, absent(load_now(at)))) __nanosleep(100);
+}
+
+// Once per warp, when a value that was loaded is there.
+__device__ __forceinline__ void arrive_when_there(uint64_t* barrier, float value, int lane) {
+    asm volatile("" ::"f"(value) : "memory");
+    if (lane == 0) mbarrier_arrive(barrier);
+}
+
+// A lane's values at x of one token's superblock, known to be there most likely.
+__device__ __forceinline__ void await_values(const float* x, float4 (&v)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);
 #pragma unroll
@@ -111,7 +109,8 @@ __device__ __forceinline__ void await_superblock(const float* x, const float* la
 // A later chunk's superblock. Not inline: it would be part of the code of every type's tiles.
 __device__ __noinline__ void quantize_later(const float* x, const float* last, TokenSlot* slot, int lane) {
     float4 v[2];
-    await_superblock(x, last, v);
+    await_all(last);
+    await_values(x, v);
     quantize_slot(*slot, lane, v);
 }
 
@@ -151,8 +150,72 @@ __device__ __forceinline__ void load_slot(const TokenSlot& slot, OneToken<TYPE>&
     x.scale = slot.scale;
 }
 
-// Several tokens: all blocks together quantise the rows of a product, a warp a superblock of a token. norm: of the
-// first.
+// Two to four tokens: the values of a superblock that a lane quantises, as TokenOperand has them.
+using TokensOperand = TokenOperand<kANY_KQUANT, 1>;
+__device__ __forceinline__ void load_norm(const RowSource& s, int superblock, int lane, float4 (&norm)[8]) {
+    const float* at = s.norm + superblock * kSUPER + TokensOperand::place(lane);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) norm[i] = __ldg(reinterpret_cast<const float4*>(at + 16 * i));
+}
+
+// In shared memory: who waits for a product's first rows, or null; how many warps read rows.
+struct ReadingSigns {
+    uint64_t* read;
+    int* reading;
+};
+
+// Quantises a superblock of all tokens, which may not be there yet unless it is the first product's. Returns the sum of
+// x^2 of token lane / 8 where rows are normed.
+__device__ __forceinline__ float take_tokens(const LayerParams& p, int k, int superblock, int lane,
+                                             const ReadingSigns& signs, TokensOperand& x) {
+    const RowSource& s = p.source[k];
+    const bool there = k == p.first;
+    const int token = TokensOperand::row(0, p.t, lane);
+    const float* row = s.x + token * s.ldx + superblock * kSUPER;
+    const float* from = row + TokensOperand::place(lane);
+    float4 norm[8] = {}, v[8], squares = {};
+    if (s.norm) load_norm(s, superblock, lane, norm);
+    if (there) {
+        wait_for_predecessor();
+        trace(p, 1);
+    }
+    bool again;
+    do {
+        if (s.squares)  // written after the values
+            squares = await_all4(head_squares(p, s, token, 2 * superblock + (lane >> 2 & 1)));
+        else if (!there)
+            await_all(row + kSUPER - 1);  // when that is there, most likely all are
+        if (lane == 0) atomicAdd(signs.reading, 1);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = load_now4(from + 16 * i);
+        asm volatile("" ::"f"(v[7].w) : "memory");  // when it is there
+        if (lane == 0) atomicAdd(signs.reading, -1);
+        again = false;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) again |= absent(v[i]);
+    } while (!there && __any_sync(~0u, again));
+    if (signs.read) {
+        if (lane == 0) mbarrier_arrive(signs.read);
+        trace(p, 5 * k + 2);
+    }
+    float sum = 0.0f;
+    if (s.norm) {
+        sum = TokensOperand::squares_of_lanes(v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = times(v[i], norm[i]);
+    }
+    if (s.squares) {
+        const float factor = head_factor(p, squares);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = times(v[i], factor);
+    }
+    x.quantize_values(0, v, TokensOperand::max_bits_of_lanes(v), lane);
+    if (signs.read) trace(p, 5 * k + 3);
+    return sum;
+}
+
+// More than four tokens: all blocks together quantise the rows of a product, a warp a superblock of a token. norm: of
+// the first.
 template <int NT>
 __device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp,
                                                 int lane, float4 (&norm)[2]) {
@@ -163,7 +226,9 @@ __device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowS
         float4 v[2];
         request_values(s, token, superblock, lane, v);
         if (s.norm && i != first) load_norm(s, superblock, lane, norm);
-        const float sum = scale_values(p, s, token, superblock, lane, v, norm);
+        float4 squares = {};
+        if (s.squares) squares = load_now4(head_squares(p, s, token, 2 * superblock + (lane >> 4)));
+        const float sum = scale_values(p, s, v, norm, squares);
         const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
         const float scale = quantize_superblock(v, p.shared, slot, token % kGroupTokens, lane);
         if (lane == 0) {

@@ -84,28 +84,26 @@ __device__ __forceinline__ float float_of(const HiLo& s) {
     return __fmaf_rn(256.0f, static_cast<float>(s.hi), static_cast<float>(s.lo));
 }
 
-__device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
-
-// Q4_K and Q5_K.  r: this superblock of row g in shared memory, stride8: bytes to row g+8.  Returns the lane's row's sum.
+// Q4_K and Q5_K.  r: this superblock of row g in shared memory, by a pointer or its address, stride8: bytes to row g+8.  Returns the lane's row's sum.
 // loaded(): called when the superblock has been read.  y: of earlier superblocks.
-template <int TYPE, typename F>
-__device__ __forceinline__ float dot_one(const uint8_t* r, int stride8, bool, const OneToken<TYPE>& x, int lane,
+template <int TYPE, typename P, typename F>
+__device__ __forceinline__ float dot_one(P r, int stride8, bool, const OneToken<TYPE>& x, int lane,
                                          F loaded, float y = 0.0f) {
     constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
     constexpr bool kFIFTH = TYPE == kNEXTN_Q5_K;
     const int q = lane & 3;
     const bool upper = q & 2;
-    const uint4 h0 = *reinterpret_cast<const uint4*>(r), h8 = *reinterpret_cast<const uint4*>(r + stride8);
+    const uint4 h0 = load_4_words(r), h8 = load_4_words(r + stride8);
     const ScaleMin s0 = unpack_scale_min(h0.y, h0.z, h0.w), s8 = unpack_scale_min(h8.y, h8.z, h8.w);
-    const uint8_t* p = r + 4 * q;
+    const P p = r + 4 * q;
     uint32_t high[4];  // fifth bits: rows g, g+8 at bytes 4q.., then at 16+4q..
     if (kFIFTH)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) high[i] = word_at(p + 16 + 16 * (i >> 1) + (i & 1 ? stride8 : 0));
+        for (int i = 0; i < 4; ++i) high[i] = load_word(p + 16 + 16 * (i >> 1) + (i & 1 ? stride8 : 0));
     uint32_t w[4][4];
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-        w[i >> 2][i & 3] = word_at(p + (kFIFTH ? 48 : 16) + 32 * (i >> 2) + (i & 1 ? stride8 : 0) + 16 * (i >> 1 & 1));
+        w[i >> 2][i & 3] = load_word(p + (kFIFTH ? 48 : 16) + 32 * (i >> 2) + (i & 1 ? stride8 : 0) + 16 * (i >> 1 & 1));
     loaded();
     int acc[4] = {};
 #pragma unroll
@@ -153,20 +151,20 @@ __device__ __forceinline__ float dot_one(const uint8_t* r, int stride8, bool, co
 
 // Q6_K.  r: 2-byte aligned, at 2 modulo 4 if `shifted`.  Words are read where words are: of a shifted superblock word i of
 // lane q >= 1 has values 4q-2 .. 4q+1 of 16, lane 0 puts 0, 1, 14, 15 together, and so does its operand.
-template <typename F>
-__device__ __forceinline__ float dot_one(const uint8_t* r, int stride8, bool shifted, const OneToken<kNEXTN_Q6_K>& x,
+template <typename P, typename F>
+__device__ __forceinline__ float dot_one(P r, int stride8, bool shifted, const OneToken<kNEXTN_Q6_K>& x,
                                          int lane, F loaded, float y = 0.0f) {
     const int q = lane & 3;
     const bool upper = q & 2;
     const uint32_t select = shifted && q == 0 ? 0x5432 : 0x3210;
-    const uint8_t* p = r - (shifted ? 2 : 0) + 4 * q;
+    const P p = r - (shifted ? 2 : 0) + 4 * q;
     uint32_t w[2][12];  // [row half]: 128 bytes of low bits, 64 of high ones, 4 of each 16
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        uint32_t here = word_at(p + (row ? stride8 : 0));
+        uint32_t here = load_word(p + (row ? stride8 : 0));
 #pragma unroll
         for (int i = 0; i < 12; ++i) {
-            const uint32_t next = word_at(p + (row ? stride8 : 0) + 16 * (i + 1));
+            const uint32_t next = load_word(p + (row ? stride8 : 0) + 16 * (i + 1));
             w[row][i] = __byte_perm(here, next, select);
             here = next;
         }
@@ -175,8 +173,8 @@ __device__ __forceinline__ float dot_one(const uint8_t* r, int stride8, bool shi
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         scales[i >> 1][i & 1] =
-            *reinterpret_cast<const uint16_t*>(r + (i & 1 ? stride8 : 0) + 192 + 8 * (i >> 1) + 2 * q);
-    const __half d = *reinterpret_cast<const __half*>(r + (upper ? stride8 : 0) + 208);
+            load_half_word(r + (i & 1 ? stride8 : 0) + 192 + 8 * (i >> 1) + 2 * q);
+    const __half d = __ushort_as_half(load_half_word(r + (upper ? stride8 : 0) + 208));
     loaded();
     int acc[4] = {};
 #pragma unroll

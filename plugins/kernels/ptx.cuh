@@ -46,6 +46,7 @@ __device__ __forceinline__ void mma_f16_k16(float (&c)[4], const uint32_t (&a)[4
 __device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+__device__ __forceinline__ uint32_t smem_address(uint32_t address) { return address; }
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -100,24 +101,28 @@ __device__ __forceinline__ void more_registers() {
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(count) : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
-    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(smem_address(bar)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(bar) : "memory");
 }
-__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) { mbarrier_arrive(smem_address(bar)); }
+__device__ __forceinline__ void mbarrier_wait(uint32_t bar, uint32_t parity) {
     uint32_t done = 0;
     while (!done) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(done)
-                     : "r"(smem_address(bar)), "r"(parity)
+                     : "r"(bar), "r"(parity)
                      : "memory");
 #else
         asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(done)
-                     : "r"(smem_address(bar)), "r"(parity)
+                     : "r"(bar), "r"(parity)
                      : "memory");
 #endif
     }
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
+    mbarrier_wait(smem_address(bar), parity);
 }
 
 // Byte `i` of `w`, zero- or sign-extended. In one instruction: what the compiler makes of __byte_perm may be two.

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(32 * kMAX_WARPS)
         for (int h = 0; h < 2; ++h) v[h] = __ldcg(reinterpret_cast<const float4*>(x + token * ldx + at + 16 * h));
         if (norm) {
             float sum = squares_of(v[0], v[1]);
-            for (const int d : {4, 8, 1, 2, 16}) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+            sum = sum_of_places(sum);
             if (lane == 0) squares[sb] = sum;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {

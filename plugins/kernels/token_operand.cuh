@@ -84,6 +84,20 @@ __device__ __forceinline__ float squares_of(const float4& a, const float4& b) {
     v = __fmaf_rn(b.z, b.z, v);
     return __fmaf_rn(b.w, b.w, v);
 }
+// Sum over all places, one a lane, in every lane.
+__device__ __forceinline__ float sum_of_places(float v) {
+#pragma unroll
+    for (const int d : {4, 8, 1, 2, 16}) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, d));
+    return v;
+}
+__device__ __forceinline__ float4 times(const float4& a, const float4& b) {
+    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
+}
+__device__ __forceinline__ float4 times(const float4& a, float f) { return times(a, make_float4(f, f, f, f)); }
+__device__ __forceinline__ uint32_t max_bits(uint32_t bits, const float4& v) {
+    bits = max(max(bits, __float_as_uint(v.x) & 0x7fffffffu), __float_as_uint(v.y) & 0x7fffffffu);
+    return max(max(bits, __float_as_uint(v.z) & 0x7fffffffu), __float_as_uint(v.w) & 0x7fffffffu);
+}
 __device__ __forceinline__ float rms_factor(float squares, int k, float eps) {
     return __frsqrt_rn(__fmaf_rn(squares, 1.0f / k, eps));
 }
@@ -117,40 +131,45 @@ struct TokenOperand {
         }
     }
 
+    // The values of a superblock of a group's tokens that a lane quantises: 16 apart, v[0] at place(lane) of row(..).
+    static __device__ __forceinline__ int place(int lane) { return (lane & 4 ? 128 : 0) + 4 * (lane & 3); }
+    static __device__ __forceinline__ int row(int n, int t, int lane) {
+        return min(kGroupTokens * n + (lane >> 3), t - 1);  // tokens past t repeat the last one
+    }
+    // Over the lanes of a token: the sum of x^2, the bits of the largest |value|.
+    static __device__ __forceinline__ float squares_of_lanes(const float4 (&v)[8]) {
+        // distances 4 and 8 are this lane's own four places, 1 and 2 its neighbours q, 16 its partner
+        float sum = __fadd_rn(__fadd_rn(squares_of(v[0], v[1]), squares_of(v[2], v[3])),
+                              __fadd_rn(squares_of(v[4], v[5]), squares_of(v[6], v[7])));
+#pragma unroll
+        for (int d = 1; d < 8; d <<= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
+        return sum;
+    }
+    static __device__ __forceinline__ uint32_t max_bits_of_lanes(const float4 (&v)[8]) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) bits = max_bits(bits, v[i]);
+#pragma unroll
+        for (int d = 1; d < 8; d <<= 1) bits = max(bits, __shfl_xor_sync(~0u, bits, d));
+        return bits;
+    }
+
     // Quantise this superblock of x [t, .] (stride ldx), times norm where given.  squares[n]: the sum of x^2 over the
-    // superblock of token 4n + lane/8.  Tokens past t repeat the last one.
+    // superblock of token 4n + lane/8.
     __device__ __forceinline__ void quantize(const float* x, int64_t ldx, int t, const float* norm, int superblock,
                                              int lane, float (&squares)[NT]) {
-        const int q = lane & 3, token = lane >> 3;
-        const bool low = lane & 4;  // this lane's column; it quantises steps 0-3 (hi) or 4-7 (lo) of the token
-        const int64_t at = static_cast<int64_t>(superblock) * kSUPER + (low ? 128 : 0) + 4 * q;
+        const int64_t at = static_cast<int64_t>(superblock) * kSUPER + place(lane);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            const float* row = x + min(kGroupTokens * n + token, t - 1) * ldx + at;
+            const float* from = x + row(n, t, lane) * ldx + at;
             float4 v[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(row + 16 * i));
-            uint32_t bits = 0;
-            // distances 4 and 8 are this lane's own four places, 1 and 2 its neighbours q, 16 its partner
-            float sum = __fadd_rn(__fadd_rn(squares_of(v[0], v[1]), squares_of(v[2], v[3])),
-                                  __fadd_rn(squares_of(v[4], v[5]), squares_of(v[6], v[7])));
+            for (int i = 0; i < 8; ++i) v[i] = __ldcg(reinterpret_cast<const float4*>(from + 16 * i));
+            squares[n] = squares_of_lanes(v);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                if (norm) {
-                    const float4 w = __ldg(reinterpret_cast<const float4*>(norm + at + 16 * i));
-                    v[i] = make_float4(__fmul_rn(v[i].x, w.x), __fmul_rn(v[i].y, w.y), __fmul_rn(v[i].z, w.z),
-                                       __fmul_rn(v[i].w, w.w));
-                }
-                bits = max(max(bits, __float_as_uint(v[i].x) & 0x7fffffffu), __float_as_uint(v[i].y) & 0x7fffffffu);
-                bits = max(max(bits, __float_as_uint(v[i].z) & 0x7fffffffu), __float_as_uint(v[i].w) & 0x7fffffffu);
-            }
-#pragma unroll
-            for (int d = 1; d < 8; d <<= 1) {
-                bits = max(bits, __shfl_xor_sync(~0u, bits, d));
-                sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-            }
-            squares[n] = sum;
-            quantize_values(n, v, bits, lane);
+            for (int i = 0; i < 8; ++i)
+                if (norm) v[i] = times(v[i], __ldg(reinterpret_cast<const float4*>(norm + at + 16 * i)));
+            quantize_values(n, v, max_bits_of_lanes(v), lane);
         }
     }
 

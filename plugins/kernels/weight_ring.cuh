@@ -1,7 +1,7 @@
 // The weight ring of the persistent layer kernel: one producer warp, 16 consumer warps, a stage is 16 rows (a tile) of up
 // to 16 superblocks, one bulk copy per row.
 #pragma once
-#include "kquant_dot.cuh"
+#include "few_tokens.cuh"
 
 namespace nextn {
 
@@ -60,16 +60,17 @@ __device__ __forceinline__ void produce_row(const uint8_t* from, uint8_t* to, in
 #endif
 }
 
-// y += one superblock of rows g and g + 8 times the tokens.  r0: of row g, in shared memory.
+// y += one superblock of rows g and g + 8 times the tokens.  r: address of that of row g. odd: of Q6_K, 210 bytes, every
+// other superblock, aligned to 2 only; up to four tokens' operand is shifted then (see few_tokens.cuh).
 template <int TYPE, int NT>
-__device__ __forceinline__ void dot_super(const uint8_t* r0, int stride8, bool odd,
+__device__ __forceinline__ void dot_super(uint32_t r, int stride8, bool odd,
                                           const TokenOperand<kANY_KQUANT, NT>& x, float (&y)[NT][2], int q) {
-    if constexpr (TYPE != kNEXTN_Q6_K)
-        dot_affine<TYPE>(r0, r0 + stride8, x, y, q);
-    else if (odd)  // 210 bytes: every other superblock is aligned to 2 only
-        dot_q6_k<false>(r0, r0 + stride8, x, y, q);
+    if (TYPE == kNEXTN_Q6_K && odd && NT > 1)
+        dot_q6_k<false>(r, r + stride8, x, y, q);
+    else if (TYPE == kNEXTN_Q6_K && odd)
+        dot_few<true, TYPE>(r, r + stride8, x, y, q, [] {});
     else
-        dot_q6_k<true>(r0, r0 + stride8, x, y, q);
+        dot_few<false, TYPE>(r, r + stride8, x, y, q, [] {});
 }
 
 }  // namespace nextn

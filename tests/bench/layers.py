@@ -18,8 +18,9 @@ from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
 LAYERS, REPEATS = 8, 3
 BLOCKS = 132
 PHASES = ("input", "output", "gate/up", "down")
-# Points of the trace in the order they are reached, each with what came before it. 5 k + 2: phase k has its rows (one
-# token); 3: quantised; 4: operands ready; 5: product done; 6: barrier passed (one token: none).
+# Points of the trace in the order they are reached, each with what came before it. 5 k + 2: phase k has its rows (up to
+# four tokens); 3: quantised; 4: operands ready (not of two to four); 5: product done; 6: barrier passed (more than
+# four).
 POINTS = [(0, ""), (1, "predecessor")]
 for _k, _phase in enumerate(PHASES):
     POINTS += [
@@ -46,9 +47,10 @@ def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
     return graph_time(launch, REPEATS * LAYERS)
 
 
-def print_trace(layer: RandomLayer, one: bool) -> None:
+def print_trace(layer: RandomLayer, t: int) -> None:
     clocks = layer.sync.host()[SYNC_BYTES // 4 :][: BLOCKS * 2 * TRACED].view(np.int64).reshape(BLOCKS, TRACED)
-    points = [(at, name) for at, name in POINTS if one or not name.endswith("rows")]
+    left_out = "none" if t == 1 else "operands" if t <= 4 else "rows"
+    points = [(at, name) for at, name in POINTS if not name.endswith(left_out)]
     spent = np.diff(clocks[:, [at for at, _ in points]], axis=1)
     parts = (f"{n} {d.mean():.0f} ({d.min()}, {d.max()})" for (_, n), d in zip(points[1:], spent.T, strict=True))
     print("   " + "; ".join(parts))
@@ -71,7 +73,7 @@ def main() -> None:
             print(f"{name}: T={t} {fused:6.2f} us, single kernels {single:6.2f}, weights at 4.5 TB/s {floor:.2f}")
             if "--trace" in sys.argv and shape.net is not None:
                 layer_time(layers, t, PDL)
-                print_trace(layers[0], t == 1)
+                print_trace(layers[0], t)
         sys.stdout.flush()
 
 
