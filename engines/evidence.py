@@ -1,12 +1,35 @@
-"""What a model's equations give for a few tokens: what `engines.witness` says, and the runtime compares with."""
+"""What a model's equations give for a few tokens, as `engines.witness` says, and why a build may be off from it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 LOGITS, HEAD_LOGITS = "logits", "head logits"
+# A state that is rounded to half precision after every pass is off by less, heads in another order by about 1.
+_ROUNDING_NMSE = 1e-3
+# An explanation is one if the place is so much nearer to it.
+_EXPLAINED = 1e-2
+_SUSPECTS = {
+    "conv": "what the delta net is given: its input products or norm",
+    "state": "the delta rule: which key head a value head reads, decay, rate",
+    "value_cache": "what attention is given: its input products or norm",
+    "key_cache": "rope (position, frequencies, pairs) or the key norm",
+    LOGITS: "the last norm or the LM head",
+    HEAD_LOGITS: "the draft head: eh_proj (the order of its halves), its norms, its block",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place that was compared. nmse: squared error over squared reference; explanation: of one that is off."""
+
+    name: str
+    nmse: float
+    ok: bool
+    explanation: str = ""
 
 
 @dataclass(frozen=True)
@@ -21,3 +44,41 @@ class Evidence:
     tokens: tuple[int, ...]
     places: dict[str, np.ndarray]
     explanations: dict[str, dict[str, np.ndarray]]
+
+    def compared(self, shown: Mapping[str, np.ndarray], limit: float) -> list[Place]:
+        """What a build shows of these places, each of as many values. limit: the NMSE that rounding may come to."""
+        return [self._place(name, shown[name], limit) for name in self.places if name in shown]
+
+    def _place(self, name: str, got: np.ndarray, limit: float) -> Place:
+        want = self.places[name]
+        if got.size != want.size:
+            return Place(name, float("inf"), False)
+        got = got.astype(np.float64).reshape(want.shape)
+        nmse = _nmse(got, want)
+        if nmse <= limit:
+            return Place(name, nmse, True)
+        others = {fault: _nmse(got, other) for fault, other in self.explanations.get(name, {}).items()}
+        best = min(others, key=others.__getitem__, default="")
+        return Place(name, nmse, False, best if best and others[best] <= _EXPLAINED * nmse else "")
+
+
+def _nmse(got: np.ndarray, want: np.ndarray) -> float:
+    error = float(np.square(got - want).sum() / max(float(np.square(want).sum()), 1e-30))
+    return error if np.isfinite(error) else float("inf")
+
+
+def first_off(places: Sequence[Place]) -> list[str]:
+    """The first place that is off and what to suspect. The head follows from a trunk that is off."""
+    index = next((index for index, place in enumerate(places) if not place.ok), None)
+    if index is None:
+        return []
+    place, leaf = places[index], places[index].name.rsplit(".", 1)[-1]
+    if place.explanation:
+        suspect = f"{place.explanation} (which explains it)"
+    elif leaf == "state" and place.nmse < _ROUNDING_NMSE:
+        suspect = "the precision of the recurrent state (half precision?)"
+    else:
+        suspect = _SUSPECTS[leaf]
+        if leaf in ("conv", "value_cache", LOGITS) and index:
+            suspect += f", or what comes after {places[index - 1].name}"
+    return [f"{place.name} is not what the model's equations give (NMSE {place.nmse:.1e}); suspect {suspect}"]

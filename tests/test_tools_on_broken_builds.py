@@ -84,6 +84,21 @@ def test_accuracy(
     assert verdict.startswith(f"FAILED: first off at {place} (") and suspect in verdict
 
 
+@pytest.mark.parametrize("fault", GRAPH)
+def test_accuracy_with_a_broken_exporter(
+    tiny: Tiny, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    """Both forms, or the canonical one alone, are wrong: the reference is held against the model's equations."""
+    GRAPH[fault](monkeypatch)
+    flags = ["--tokens", "12", "--max-draft", "2", "--backend", "oracle", "--json", str(tmp_path / "r.json")]
+    assert accuracy.main([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *flags]) == accuracy.EXIT_FAILED
+    verdict = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert "the reference itself: " in verdict and AGAINST[fault].split("; ")[-1] in verdict
+    assert verdict.startswith("FAILED: both forms alike") == (fault != V_HEADS)
+    assert json.loads((tmp_path / "r.json").read_text())["reference"]["off"]
+    assert accuracy.main([str(tmp_path / "x"), *flags[4:6], "--no-equations"]) == (fault == V_HEADS)
+
+
 @pytest.fixture(scope="module")
 def timed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines as if built, with a profile as if timed: this machine has no GPU."""

@@ -42,6 +42,7 @@ def _run(given: argparse.Namespace) -> int:
 
     use_rtx_switch()
     from engines.accuracy import compare
+    from engines.accuracy.equations import against_equations
     from engines.accuracy.plan import load_plan
     from engines.accuracy.scripts import print_measures
     from engines.accuracy.verdict import Verdict
@@ -63,6 +64,8 @@ def _run(given: argparse.Namespace) -> int:
         if given.all or not each.ok:
             print_measures(each.measures, f"{each.role} {each.tokens}", plan.lowering == "layers")
     verdict = Verdict(done, *compare.damaged_weights(folder), layers=plan.lowering == "layers")
+    if given.equations and not verdict.damaged:  # which the equations would take from the damaged file
+        verdict = replace(verdict, equations=against_equations(folder))
     if verdict.layers and verdict.bad is not None:
         verdict = replace(verdict, inside=compare.inside_layer(folder, backend, verdict.bad))
     say(verdict.summary())
@@ -138,6 +141,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-draft", type=int, default=_MAX_DRAFT, metavar="N", help="of the verify pass")
     parser.add_argument("--all", action="store_true", help="print every place of every pass, not only of failed ones")
     parser.add_argument("--again", action="store_true", help="with a prepared DIR: run ONNX Runtime again too")
+    parser.add_argument(
+        "--no-equations",
+        dest="equations",
+        action="store_false",
+        help="leave out whether the reference is what the model's equations give (minutes for a large model)",
+    )
     parser.add_argument("--prepare-only", action="store_true", help="for another machine: only ONNX Runtime's side")
     parser.add_argument("--commands", action="store_true", help="print the same as commands of Polygraphy's own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")

@@ -113,7 +113,7 @@ def compare(
     plan = replace(plan, lowering=lowering or plan.lowering)
     with _quiet():
         for role in [only] if only else roles_of(manifest):
-            feeds, outputs = load_feeds(folder / f"{role}.npz"), _outputs(folder, role)
+            feeds, outputs = load_feeds(folder / f"{role}.npz"), outputs_of(folder, role)
             if reference or not outputs.is_file():
                 _run_reference(folder, role, feeds)
             ours = _runner(engine_graph(folder, role, plan, manifest), backend, folder, role, plan)
@@ -156,10 +156,11 @@ def run_reference(folder: Path) -> None:
 
 def _run_reference(folder: Path, role: str, feeds: list[Feed]) -> None:
     canonical = OnnxrtRunner(session(folder / CANONICAL / f"{role}.marked.onnx"), REFERENCE)
-    Comparator.run([canonical], feeds, save_outputs_path=str(_outputs(folder, role)))
+    Comparator.run([canonical], feeds, save_outputs_path=str(outputs_of(folder, role)))
 
 
-def _outputs(folder: Path, role: str) -> Path:
+def outputs_of(folder: Path, role: str) -> Path:
+    """What the reference gave."""
     return folder / f"{role}.{REFERENCE}.json"
 
 

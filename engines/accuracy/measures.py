@@ -81,7 +81,7 @@ def measure_all(
             arrays = [np.asarray(reference[part]) for part in parts]
             widths = tuple((part, array.shape[-1]) for part, array in zip(parts, arrays, strict=True))
             want = np.concatenate(arrays, axis=-1)
-        elif (state := _reference_state(name, reference, got.shape)) is not None:
+        elif (state := reference_state(name, reference, got.shape)) is not None:
             want, widths = state, ()
         else:
             continue
@@ -147,7 +147,7 @@ def _states(engine: Mapping[str, np.ndarray], geometry: Geometry, plan: Plan) ->
     return found
 
 
-def _reference_state(name: str, reference: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray | None:
+def reference_state(name: str, reference: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray | None:
     """The canonical graph's state, as `_states` lays it out."""
     if name.endswith(".state") and f"{name}.out" in reference:
         return np.asarray(reference[f"{name}.out"])[0]

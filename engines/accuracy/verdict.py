@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engines.accuracy.compare import Comparison
@@ -10,6 +10,8 @@ from engines.accuracy.plan import Plan
 from engines.accuracy.suspects import first_bad, suspect
 from engines.accuracy.tolerances import tolerance_for
 from engines.accuracy.weight_bytes import Damage
+from engines.evidence import Place
+from engines.evidence import first_off as first_off_equations
 
 FORMAT = 2
 _MOST_NAMED = 3
@@ -24,11 +26,17 @@ class Verdict:
     damaged: list[Damage]
     tensors: int
     layers: bool = False
-    inside: Comparison | None = field(default=None)
+    inside: Comparison | None = None
+    equations: list[Place] | None = None  # the reference against the model's equations; None: not looked at
 
     @property
     def passed(self) -> bool:
-        return self.bad is None and not self.damaged
+        return self.bad is None and not self.damaged and not self.misled
+
+    @property
+    def misled(self) -> str:
+        """What is wrong with the reference itself; "" for nothing."""
+        return "; ".join(first_off_equations(self.equations or []))
 
     @property
     def bad(self) -> Comparison | None:
@@ -43,7 +51,8 @@ class Verdict:
     @property
     def suspect(self) -> str:
         """What may be wrong; "" when nothing is."""
-        bad, named = self.bad, self._named()
+        misled = f"the reference itself: {self.misled}" if self.misled else ""
+        bad, named = self.bad, "; ".join(filter(None, (self._named(), misled)))
         if bad is None:
             return named
         if self.inside is not None:
@@ -51,9 +60,7 @@ class Verdict:
             assert first is not None
             said = f"{suspect(self.inside.measures)} (of the layer's parts {first.name} is off first)"
         elif self.layers:
-            said = (
-                "what makes a layer one node, its kernels or its pack of weights, for as single ops its parts are right"
-            )
+            said = "what makes a layer one node, its kernels or its pack of weights: as single ops its parts are right"
         else:
             said = suspect(bad.measures)
         return f"{said}; {named}" if named else said
@@ -69,10 +76,17 @@ class Verdict:
         lines = [_line(each) for each in self.done]
         if not self.damaged:
             lines.append(f"weights: {self.tensors} tensors, byte for byte the model's")
+        if self.equations and not self.misled:
+            worst = max(place.nmse for place in self.equations)
+            places = f"{len(self.equations)} places as the model's equations have them"
+            lines.append(f"reference: {places}, worst NMSE {worst:.1e}")
         if self.passed:
             return "\n".join([*lines, "passed"])
         if self.bad is None:
-            return "\n".join([*lines, f"FAILED: {self._named()}; these passes do not show it"])
+            said = f"both forms alike, {self.suspect}"
+            if self.damaged:
+                said = f"{self.suspect}; these passes do not show it"
+            return "\n".join([*lines, f"FAILED: {said}"])
         where = f"{self.first_off} ({self.bad.role}, {self.bad.tokens} tokens)"
         return "\n".join([*lines, f"FAILED: first off at {where}; suspect {self.suspect}"])
 
@@ -84,6 +98,9 @@ class Verdict:
             "plan": asdict(plan),
             "first_off": self.first_off or None,
             "suspect": self.suspect or None,
+            "reference": None
+            if self.equations is None
+            else {"places": [asdict(place) for place in self.equations], "off": self.misled or None},
             "weights": {"tensors": self.tensors, "damaged": [each.as_dict() for each in self.damaged]},
             "passes": [
                 {
