@@ -56,14 +56,14 @@ def diagnose(session: Session, model: Path, probe_state: bool = True) -> Diagnos
     head without a sequence.
 
     Raises UsageError (the model is another), ModelFileError."""
-    tokens = session.tokenizer.encode(TEXT)[: min(TOKENS, session.context_size - 1)]
+    tokens = session.tokenizer.encode(TEXT)[: max(1, min(TOKENS, session.context_size - 1))]
     geometry = session.manifest.geometry
     evidence = evidence_of(model, tokens)
     if evidence.places[LOGITS].shape[1] != geometry.vocab_size:
         raise UsageError(f"{model}: the build in {session.folder} is of another model; give that one's .gguf")
     rows = min(_ROWS, session.trunk.max_rows, session.context_size - 1)
     faults = []
-    if probe_state:
+    if probe_state and rows:
         faults = [f"state: {fault}" for fault in state_faults(session.trunk, probed(tokens, rows), rows)]
     shown = _shown(session, tokens)
     limit = _NMSE_MAX_INT8 if any(values.dtype == np.int8 for values in shown.values()) else _NMSE_MAX[session.backend]

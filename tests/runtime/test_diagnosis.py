@@ -36,7 +36,8 @@ def test_sound_builds(tiny: Tiny, tmp_path: Path, name: str) -> None:
 
 
 def test_a_short_context_and_a_cut_head(tiny: Tiny, tmp_path: Path) -> None:
-    assert diagnosis(tiny("f32"), tmp_path / "x", tiny("f32"), context=3).faults == ()
+    for context in (1, 2, 3):
+        assert diagnosis(tiny("f32"), tmp_path / "x", tiny("f32"), context=context).faults == ()
     found = diagnosis(tiny("q4_k_m"), tmp_path / "y", tiny("q4_k_m"), head=DraftHeadOptions(300, "q4_k"))
     assert found.faults == () and found.places[-1].name == "logits"  # another head by intent
 
