@@ -130,14 +130,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         return handle
 
     app.add_exception_handler(RequestValidationError, handler(lambda _, error: _validation_error(error)))
-    app.add_exception_handler(HTTPException, handler(lambda _, error: _http_error(error)))
+    app.add_exception_handler(HTTPException, handler(_http_error))
     app.add_exception_handler(Exception, handler(lambda _, error: api_error(error)))
     # Answered without being passed on to the web server, which would log a traceback.
     for kind in (ApiError, NextnError, MemoryError, RecursionError):
         app.add_exception_handler(kind, handler(lambda _, error: api_error(error)))
 
 
-def _http_error(error: HTTPException) -> ApiError:
+def _http_error(request: Request, error: HTTPException) -> ApiError:
     """What the framework made of an error: the error itself, where it was ours."""
     if isinstance(error.__cause__, ApiError):
         return error.__cause__
@@ -145,6 +145,8 @@ def _http_error(error: HTTPException) -> ApiError:
         return ApiError(400, "the body is no JSON: it is not in UTF-8", code="invalid_json")
     if isinstance(error.__cause__, RecursionError):
         return ApiError(400, "the body is nested too deeply", code="invalid_json")
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {request.url.path} here", code="not_found")
     return ApiError(error.status_code, str(error.detail), code="http_error")
 
 

@@ -7,16 +7,19 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import to_thread
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engines.errors import UsageError
 from runtime.chat_template import ChatPrompt
 from runtime.engine import Sampler
+from runtime.grammar import Grammar
 from runtime.scheduler import Job
 from runtime.sequence_sampler import TokenLogprob
-from runtime.server.chat_grammar import chat_grammar, offered_tools
-from runtime.server.errors import bad_field
+from runtime.server.chat_grammar import chat_grammar, offered_tools, wants_grammar
+from runtime.server.errors import bad_field, too_long
 from runtime.server.http import EventStream, Json, collect
 from runtime.server.listener import End, Origin, Piece, ReplyListener
 from runtime.server.reply_parts import ReplyParts
@@ -24,7 +27,7 @@ from runtime.server.schema import ChatRequest, check_stream_options, check_text
 from runtime.server.service import Service, usage
 from runtime.server.stops import stop_strings
 from runtime.server.tool_calls import ToolCall, ToolCallReader
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import Tokenizer, TooManyTokens
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,11 @@ class _Prepared:
 async def chat_completion(service: Service, body: ChatRequest, request: Request) -> Response:
     """Serve a request, whole or as a stream. Raises ApiError and what the scheduler raises."""
     service.check_model(body.model)
-    prepared = await run_in_threadpool(_prepare, service, body)
+    tools, prompt = await run_in_threadpool(_prompt, service, body)
+    grammar = None
+    if wants_grammar(body):  # in threads of their own: those of prompts are not to wait for slow grammars
+        grammar = await to_thread.run_sync(chat_grammar, service, body, tools, limiter=service.grammar_threads)
+    prepared = await run_in_threadpool(_prepare, service, body, tools, prompt, grammar)
     calls_max = 1 if body.parallel_tool_calls is False else 0
 
     def listen(on_end: Any, reporting: Any) -> ReplyListener:
@@ -63,18 +70,28 @@ async def chat_completion(service: Service, body: ChatRequest, request: Request)
     return Json(writer.whole(pieces))
 
 
-def _prepare(service: Service, body: ChatRequest) -> _Prepared:
-    """Everything that takes time before the first pass."""
+def _prompt(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]], ChatPrompt]:
+    """The tools that are offered, and the prompt."""
     check_text(body)
     check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
     tools = offered_tools(body)
-    prompt = service.prompts.prompt(body, tools)
+    try:
+        prompt = service.prompts.prompt(body, tools)
+    except TooManyTokens as error:
+        raise too_long("messages", str(error)) from error
+    except UsageError as error:  # of the template
+        raise bad_field("messages", str(error)) from error
     service.check_length(prompt.ids, "messages")
-    grammar = chat_grammar(service, body, tools)
-    if grammar is not None and prompt.ends_in_think and service.end_think_id is None:
+    if wants_grammar(body) and prompt.ends_in_think and service.end_think_id is None:
         raise bad_field("response_format", "not with thinking: this model's vocabulary has no token for </think>")
+    return tools, prompt
+
+
+def _prepare(
+    service: Service, body: ChatRequest, tools: list[dict[str, Any]], prompt: ChatPrompt, grammar: Grammar | None
+) -> _Prepared:
     adjustments = service.adjustments(
         body,
         grammar=grammar,

@@ -30,10 +30,19 @@ def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in body.tools]
 
 
+def wants_grammar(body: ChatRequest) -> bool:
+    """Whether `chat_grammar` makes one."""
+    return _must_call(body) or _format_schema(body) is not None
+
+
+def _must_call(body: ChatRequest) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
 def chat_grammar(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> Grammar | None:
     """None: any text. Raises ApiError naming the field whose schema cannot be followed."""
     schema = _format_schema(body)
-    must_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    must_call = _must_call(body)
     if not must_call:
         json_only = None if schema is None else service.grammars.json_schema(schema, "response_format")
         if not tools or json_only is None:

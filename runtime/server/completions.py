@@ -13,13 +13,14 @@ from starlette.responses import Response
 from engines.errors import UsageError
 from runtime.engine import Sampler
 from runtime.scheduler import Job
-from runtime.server.errors import bad_field
+from runtime.server.errors import bad_field, too_long
 from runtime.server.http import EventStream, Json, collect
 from runtime.server.listener import End, Piece, ReplyListener
 from runtime.server.schema import CompletionRequest, check_stream_options, check_text
 from runtime.server.service import Service, usage
 from runtime.server.stops import stop_strings
 from runtime.session import check_prompt_ids
+from runtime.tokenizer import TooManyTokens
 
 _MAX_TOKENS_DEFAULT = 16  # as OpenAI's
 
@@ -60,6 +61,8 @@ def _prompt_ids(service: Service, prompt: str | list[int] | list[str] | list[lis
         most = service.session.context_size
         ids = service.tokenizer.encode(prompt, most=most) if isinstance(prompt, str) else list(prompt)
         check_prompt_ids(ids, service.session.manifest)  # type: ignore[arg-type]
+    except TooManyTokens as error:
+        raise too_long("prompt", str(error)) from error
     except UsageError as error:
         raise bad_field("prompt", str(error)) from error
     service.check_length(ids, "prompt")  # type: ignore[arg-type]

@@ -35,6 +35,11 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(400, message if param in message else f"{param}: {message}", param=param, code="invalid_value")
 
 
+def too_long(param: str, message: str) -> ApiError:
+    """A prompt that does not fit. What else the message says after a semicolon is for command lines."""
+    return ApiError(400, f"{message.partition(';')[0]}; shorten {param}", param=param, code="context_length_exceeded")
+
+
 def api_error(error: Exception) -> ApiError:
     """What a client hears of any error. What is not foreseen is not told in words: it may hold anything."""
     if isinstance(error, ApiError):

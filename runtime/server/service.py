@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import CapacityLimiter
+
 from runtime.chat_template import ChatTemplate
 from runtime.engine import Sampler, SharedTrunk
 from runtime.grammar import GrammarCompiler
@@ -15,7 +17,7 @@ from runtime.prefix_cache import PrefixCache
 from runtime.sampling import SEED_MAX, SamplingParams
 from runtime.scheduler import QUEUE_DEFAULT, Job, Scheduler
 from runtime.sequence_sampler import Adjustments, SequenceSampler, make_sampler
-from runtime.server.errors import ApiError, bad_field
+from runtime.server.errors import ApiError, bad_field, too_long
 from runtime.server.listener import ReplyListener
 from runtime.server.metrics import Metrics
 from runtime.server.prompt import ChatPrompts
@@ -25,6 +27,7 @@ from runtime.session import Session
 
 # The state of a prompt is kept at its end and at most so many places before, this far apart or farther.
 _SAVES_PER_PROMPT, _SAVE_EVERY = 8, 512
+_GRAMMARS_AT_ONCE = 8  # that are being compiled
 _log = logging.getLogger("runtime.server")
 
 
@@ -57,6 +60,7 @@ class Service:
             else None
         )
         self.grammars = GrammarCompiler(session.folder, self.vocab_size, sorted(self.tokenizer.end_token_ids))
+        self.grammar_threads = CapacityLimiter(_GRAMMARS_AT_ONCE)
         can_save = isinstance(session.trunk, SharedTrunk)
         self.prefixes = PrefixCache(options.cache_bytes) if can_save and options.cache_bytes else None
         self.scheduler = Scheduler(
@@ -73,7 +77,12 @@ class Service:
     @property
     def prompts(self) -> ChatPrompts:
         if self._prompts is None:
-            raise ApiError(400, f"{self.model} has no chat template; use /v1/completions", code="no_chat_template")
+            raise ApiError(
+                400,
+                f"{self.model} has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
         return self._prompts
 
     def check_model(self, name: str | None) -> None:
@@ -109,12 +118,8 @@ class Service:
         if not prompt:
             raise bad_field(field, "it holds no token")
         if len(prompt) > self.session.context_size:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt)} tokens, the context holds {self.session.context_size}; shorten {field}",
-                param=field,
-                code="context_length_exceeded",
-            )
+            held = f"the prompt has {len(prompt)} tokens, the context holds {self.session.context_size}"
+            raise too_long(field, held)
 
     def sampler(self, request: Common, prompt: Sequence[int], adjustments: Adjustments) -> Sampler:
         ends = self.tokenizer.end_token_ids

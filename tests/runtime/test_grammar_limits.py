@@ -16,6 +16,7 @@ from runtime.grammar_state import GrammarError, GrammarState, NotYetError
 from runtime.sampling import SamplingParams
 from runtime.scheduler import Scheduler
 from runtime.sequence_sampler import Adjustments, SequenceSampler
+from runtime.server.service import ServiceOptions
 from runtime.session import Session
 from tests.exported import Exported
 from tests.runtime.server import Running, serving
@@ -67,6 +68,35 @@ def test_a_heavy_schema_is_refused_by_name(server: Running, schema: dict[str, An
 def test_a_stream_that_ends_in_a_heavy_schema_names_it(server: Running) -> None:
     events = server.events(response_format=format_of(HEAVY[2]), max_tokens=40)
     assert events[-1]["error"]["param"] == "response_format"
+
+
+def test_slow_grammars_do_not_hold_up_other_requests(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are threads are being compiled, and prompts are read all the same."""
+    let_go = threading.Event()
+    whole = GrammarCompiler.lark
+
+    def slow(self: GrammarCompiler, source: str, field: str = "") -> Any:
+        assert let_go.wait(60)
+        return whole(self, source, field)
+
+    with serving(exported("trained"), ServiceOptions(queue_limit=64)) as server:
+        want = server.chat(max_tokens=5, temperature=0)["choices"]
+        monkeypatch.setattr(GrammarCompiler, "lark", slow)
+        got: list[Any] = []
+        clients = [
+            threading.Thread(
+                target=lambda: got.append(server.chat(response_format={"type": "json_object"}, max_tokens=2))
+            )
+            for _ in range(48)
+        ]
+        for client in clients:
+            client.start()
+        assert server.chat(max_tokens=5, temperature=0)["choices"] == want
+        assert not got
+        let_go.set()
+        for client in clients:
+            client.join(60)
+        assert len(got) == len(clients)
 
 
 class _Slow:
