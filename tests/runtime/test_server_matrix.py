@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.runtime.server import Running, serving, text_of
+from tests.runtime.server import Running, serving_session, text_of
+from tests.runtime.serving import open_trained
 from tests.runtime.test_server_openai import JSON_FORMAT, TOOLS
 
 if TYPE_CHECKING:
@@ -15,6 +16,23 @@ if TYPE_CHECKING:
 
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 ENDLESS = {"logit_bias": {"4089": -100, "4091": -100}}  # replies are short otherwise
+LIMITED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "note",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "word": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9},
+                    "mode": {"enum": ["fast", 2, None]},
+                    "at": {"type": ["string", "integer"], "minimum": 1, "maxLength": 4},
+                },
+                "required": ["word", "mode", "at"],
+            },
+        },
+    }
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "endless": ENDLESS,
@@ -32,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "json_schema": {"response_format": JSON_FORMAT},
     "tools": {"tools": TOOLS},
     "required tool": {"tools": TOOLS, "tool_choice": "required"},
+    "limited arguments": {"tools": LIMITED, "tool_choice": "required"},
     "one call": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     "tools or json": {"tools": TOOLS, "response_format": JSON_FORMAT},
     "thinking": THINKING,
@@ -55,7 +74,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server(exported: Callable[[str], Exported]) -> Iterator[Running]:
-    with serving(exported("trained")) as running:
+    # With a number of drafts that does not depend on how busy the machine is.
+    with serving_session(open_trained(exported("trained"))) as running:
         yield running
 
 

@@ -68,7 +68,10 @@ def test_chat(ask: Callable[..., Any], server: Running) -> None:
 
 
 def test_drafting_is_on_by_itself_and_can_be_switched_off(server: Running) -> None:
-    drafted = server.chat(temperature=0, max_tokens=40)["timings"]
+    for _ in range(10):  # whether it pays is measured: on a busy machine it may not at once
+        drafted = server.chat(temperature=0, max_tokens=40)["timings"]
+        if drafted["draft_n"]:
+            break
     assert drafted["draft_n"] >= drafted["draft_n_accepted"] > 0
     for off in (False, "off"):
         assert server.chat(temperature=0, max_tokens=40, spec=off)["timings"]["draft_n"] == 0
