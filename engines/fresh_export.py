@@ -41,16 +41,17 @@ def exported_folder(
     from export.version import exporter_version
 
     file = GGUFFile.open(model)
-    wanted = (file.content_key(), exporter_version(), "tensorrt", draft, draft_head.key())
+    config = load_config(file, draft=draft)
+    if context is not None and context > config.context_length:  # said before a long export
+        raise UsageError(f"--context {context}: wanted 1 to {config.context_length}")
+    has_draft = config.draft is not None
+    wanted = (file.content_key(), exporter_version(), "tensorrt", has_draft, draft_head.key())
     with contextlib.suppress(EngineError):  # nothing there, or not usable: to be exported
         found = load_manifest(output)
         if (found.content_key, found.exporter, found.target, found.has_draft, found.draft_head_key) == wanted:
             with _told_if_damaged():
                 verify_whole(output, found)
                 return output
-    config = load_config(file, draft=draft)
-    if context is not None and context > config.context_length:  # said before a long export
-        raise UsageError(f"--context {context}: wanted 1 to {config.context_length}")
     total, new = count_weights(file, config, draft_head), not output.exists()
     with tqdm(total=total, unit="w", unit_scale=True, desc="export", file=sys.stderr, leave=False, disable=None) as bar:
         manifest = export_model(

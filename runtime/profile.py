@@ -8,6 +8,7 @@ Exit codes: 1 the build is not what its model's equations give (--against), othe
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -40,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     manifest, engines = load_manifest(options.folder), load_engine_manifest(options.folder)
     # Before the engines are loaded to be timed: there may be memory for them once only.
     diagnosis = diagnose(open_session(options.folder), options.against) if options.against else None
+    gc.collect()
     report = _read(options, manifest, engines) if options.trtexec else _measured(options, manifest)
     against = diagnosis.as_dict() if diagnosis else None
     report = {"format": FORMAT, "model": manifest.model_name, **report, "against": against}

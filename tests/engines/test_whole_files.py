@@ -99,3 +99,11 @@ def test_an_export_of_another_version_is_made_anew(tiny: Tiny, folder: Path) -> 
     replace(made, exporter="another").save(folder)
     exported_folder(tiny("q4_k_m"), folder, True, WHOLE_HEAD)
     assert load_manifest(folder) == made
+
+
+def test_a_model_without_a_head_is_exported_once(tiny: Tiny, tmp_path: Path) -> None:
+    made = []
+    for _ in range(2):
+        exported_folder(tiny("nextn_absent"), tmp_path / "x", True, WHOLE_HEAD)
+        made.append((tmp_path / "x" / "manifest.json").stat().st_ino)
+    assert made[0] == made[1]

@@ -99,8 +99,10 @@ def test_accuracy_by_the_commands_of_polygraphy(prepared: Path, tmp_path: Path) 
 def test_profile(prepared: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     report, chart = tmp_path / "profile.json", tmp_path / "profile.png"
-    flags = ["--json", report, "--chart", chart, "--position", "100"]
-    print(run("-m", "runtime.profile", prepared / name, *flags))
+    flags = ["--json", report, "--chart", chart, "--position", "100", "--against", model_file(prepared, name)]
+    shown = run("-m", "runtime.profile", prepared / name, *flags)
+    print(shown)
+    assert "build: as the model's equations have it" in shown
     assert chart.read_bytes().startswith(b"\x89PNG")
     found = json.loads(report.read_text())
     assert [(each["role"], each["tokens"]) for each in found["passes"]] == [("trunk", 1), ("trunk", 4), ("draft", 1)]
