@@ -16,6 +16,8 @@ from engines.witness import give_evidence
 
 # Of three int8 terms, which keep 24 bits, and of keys and values as they are handed on.
 _NMSE_MAX = 1e-9
+# The equations go token by token; of a longer pass its begin is looked at, without the state that all of it leaves.
+_MOST_TOKENS = 64
 
 
 def against_equations(folder: Path) -> list[Place]:
@@ -25,16 +27,19 @@ def against_equations(folder: Path) -> list[Place]:
     _, manifest = load_plan(folder)
     blocks = sorted(role for role in manifest.files if role.startswith("blocks."))
     model = manifest.file(folder / LOWERED, blocks[0])
-    tokens = [int(token) for token in load_feeds(folder / "trunk.npz")[0]["tokens"]]
+    whole = [int(token) for token in load_feeds(folder / "trunk.npz")[0]["tokens"]]
+    tokens = whole[:_MOST_TOKENS]
     evidence, trunk = give_evidence(model, tokens), _first_pass(folder, "trunk")
-    shown = {LOGITS: trunk["logits"]}
+    shown = {LOGITS: trunk["logits"][: len(tokens)]}
     for name, want in evidence.places.items():
         shape = (1, *want.shape) if name.endswith(".conv") else want.shape
         state = reference_state(name, trunk, shape)
-        if state is not None:
-            shown[name] = state.swapaxes(0, 1)[:, : len(tokens)] if name.endswith("_cache") else state
+        if state is not None and name.endswith("_cache"):
+            shown[name] = state.swapaxes(0, 1)[:, : len(tokens)]
+        elif state is not None and tokens == whole:
+            shown[name] = state
     if "draft" in roles_of(manifest) and not manifest.draft_head_key:  # an LM head of its own is another by intent
-        shown[HEAD_LOGITS] = _first_pass(folder, "draft")["logits"]
+        shown[HEAD_LOGITS] = _first_pass(folder, "draft")["logits"][: len(tokens)]
     return evidence.compared(shown, _NMSE_MAX)
 
 

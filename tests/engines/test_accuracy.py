@@ -74,6 +74,12 @@ def test_other_forms_pass(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixt
     assert code == 0, shown
 
 
+def test_a_long_text_passes(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Longer than what the equations are worked out for: keys, values and logits of the begin are held against them."""
+    code, shown = run([str(tiny("f32")), "-o", str(tmp_path / "x"), "--tokens", "80", "--backend", "oracle"], capsys)
+    assert code == 0 and "reference: 4 places as the model's equations have them" in shown
+
+
 @pytest.mark.parametrize("name", ["mixed_types", "other_types", "tied_no_head_norm", "yarn", "split_kinds_in_pair"])
 def test_other_models_pass(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, shown = run([str(tiny(name)), "-o", str(tmp_path / "x"), *SMALL], capsys)
