@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import SecurityError
+from typing import Any
 
 from engines.errors import EngineError, UsageError
 from engines.given_files import read_bytes
-from runtime.template_limits import BoundedEnvironment
+from runtime.template_renderer import compiled, rendered
 from runtime.tokenizer import Tokenizer
 
 TEMPLATE_NAME = "chat_template.jinja"
@@ -36,13 +28,8 @@ class ChatTemplate:
             raise UsageError(f"{folder}: the model has no chat template; give the prompt as plain text") from None
         except (OSError, UnicodeDecodeError) as error:
             raise EngineError(f"{self._path}: cannot be read ({error}); run `python -m export` again") from error
-        try:
-            self._environment = _environment()
-            self._template = self._environment.bounded(source)
-        except SecurityError as error:
-            raise UsageError(f"{self._path}: {error}") from error
-        except jinja2.TemplateSyntaxError as error:
-            raise UsageError(f"{self._path}: line {error.lineno} of the chat template: {error.message}") from error
+        self._source = source
+        compiled(self._path, source)
         self._tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
 
     def render(
@@ -55,14 +42,8 @@ class ChatTemplate:
         Raises UsageError with the template's own message when it refuses the messages or fails.
         """
         values = {"tools": None, "documents": None, **self._tokens, **options}
-        try:
-            values = {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            return self._environment.text_of(self._template, values)
-        except MemoryError:
-            raise
-        except Exception as error:  # a template is a program: it may fail with anything
-            message = " ".join(str(error).split()) or type(error).__name__
-            raise UsageError(f"the chat template cannot render these messages: {message}") from error
+        values = {**values, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return rendered(self._source, values)
 
 
 @dataclass(frozen=True)
@@ -115,43 +96,3 @@ def split_reasoning(text: str, prompt_ends_in_think: bool) -> tuple[str, str]:
         text = inner[len(THINK) :]
     reasoning, _, answer = text.partition(END_THINK)
     return reasoning.strip("\n"), answer.lstrip("\n")
-
-
-def _environment() -> BoundedEnvironment:
-    made = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-    )
-    made.filters["tojson"] = _tojson
-    del made.globals["lipsum"]  # any amount of text, in one step
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = _strftime_now
-    return made
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: marks the assistant's text for training; here just its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without Jinja's HTML escapes, which would change what the model reads."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import socket
 import struct
@@ -19,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+from runtime.process_limits import limit_memory, within
 
 READY, MASK, WRONG, FAILED = b"R", b"M", b"W", b"F"  # WRONG: no grammar; FAILED: one that leads nowhere here
 RESTART = -1  # instead of the number of tokens to take back
@@ -58,16 +59,16 @@ def serve_forever(control_fd: int, tokenizer_json: str, vocab_size: int, end_tok
 
 
 def _serve(asked: Connection, tokenizer: Any, vocab_size: int) -> None:
-    _limit_memory()
+    limit_memory(MEMORY_BYTES)
     os.nice(_NICE)
     source = asked.recv_bytes().decode()
-    with _within(COMPILE_S):
+    with within(COMPILE_S):
         grammar = _Grammar(tokenizer, source, vocab_size)
         answer = grammar.answer()
     asked.send_bytes(answer)
     while True:
         take_back, *tokens = (number for (number,) in struct.iter_unpack("<i", asked.recv_bytes()))
-        with _within(MASK_S):
+        with within(MASK_S):
             grammar.go(take_back, tokens)
             answer = grammar.answer()
         asked.send_bytes(answer)
@@ -101,21 +102,6 @@ class _Grammar:
         if self._state.is_error():
             return FAILED + self._state.get_error().partition("<state>")[0].encode()
         return MASK + self._bits
-
-
-@contextlib.contextmanager
-def _within(seconds: float) -> Any:
-    """The process ends if this takes more processor time: the library cannot be interrupted."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError), open("/proc/self/statm") as file:  # where there is such a file
-        used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
 
 
 def main() -> None:

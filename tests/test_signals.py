@@ -207,7 +207,7 @@ def test_while_a_library_is_being_loaded(tmp_path: Path, then: str, number: int,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("command", "library"), [("runtime.generate", "jinja2"), ("export", "tqdm"), ("engines.build", "tqdm")]
+    ("command", "library"), [("runtime.generate", "tokenizers"), ("export", "tqdm"), ("engines.build", "tqdm")]
 )
 def test_at_the_start(tmp_path: Path, command: str, library: str, number: int) -> None:
     """Nothing is open yet: the signal ends the process as it would any other, and without a word."""
