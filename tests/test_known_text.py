@@ -45,6 +45,6 @@ def test_bigram_distribution() -> None:
 def test_named_inputs_are_small_and_reproducible(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     first, second = (write_named(name, tmp_path_factory.mktemp("named")) for _ in range(2))
     assert first.read_bytes() == second.read_bytes()
-    assert first.stat().st_size < 11e6
+    assert first.stat().st_size < (32e6 if name == "wide" else 11e6)  # as wide as the layer kernel takes
     if first.read_bytes()[:5] == b"GGUF\x03" and name not in ("array_bomb", "trunc_data_mid"):
         assert gguf.GGUFReader(first).tensors
