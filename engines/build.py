@@ -34,12 +34,13 @@ from engines.engine_manifest import (
     EngineManifest,
     EngineOptions,
     WeightPlace,
+    engine_profiles,
 )
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
 from engines.fresh_export import exported_folder
 from engines.manifest import Manifest, load_manifest
 from engines.network import Progress, bindings, build_engine, load_graph
-from engines.planned_engines import ROLES, fitting_context, form_of, free_gpu_bytes, profiles, sized
+from engines.planned_engines import ROLES, fitting_context, form_of, free_gpu_bytes, sized
 from engines.weight_places import packed, weight_places
 from engines.whole_files import verify_whole
 from export.lower_layers import LayerForm
@@ -49,7 +50,7 @@ from plugins.load import library_digest, load_plugins, prepare_parser, tensorrt
 from plugins.ops import MAX_DECODE_T
 
 # Part of every build key, as is the exporter's source: raise it when the same inputs would give other engines.
-_BUILDER_VERSION = 3
+_BUILDER_VERSION = 4
 
 
 def build_engines(
@@ -115,7 +116,7 @@ def _build_role(
     progress: Progress,
     listing: list[str] | None,
 ) -> Engine:
-    model, limits = sized(form, manifest.geometry, options), profiles(role, options)
+    model, limits = sized(form, manifest.geometry, options), engine_profiles(role, options)
     inputs, outputs = bindings(model)
     file = work / f"{role}.engine"
     with packed(form, work.parent) if options.embed_weights else nullcontext():

@@ -20,6 +20,10 @@ from engines.manifest import MOST_BYTES, Geometry, check_file_name
 _DTYPES = ("float32", "float16", "int8", "int32", "int64")
 ENGINES_NAME = "engines.json"
 FORMAT_VERSION = 2
+# Rows of a draft head's prefill pass that may get logits: so many of its guesses can be compared with the text.
+GUESS_ROWS = 8
+# Verify passes of one row leave their hidden row in so many places in turn.
+ONE_ROW_PLACES = 2
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,12 @@ class Profile:
     name: str
     max_tokens: int
     max_rows: int
+
+
+def engine_profiles(role: str, options: EngineOptions) -> tuple[Profile, ...]:
+    """Decode and verify, where the trunk gives logits of every row, the head of one; prefill, the other way round."""
+    rows, prefill_rows = (options.max_rows, 1) if role == "trunk" else (1, min(GUESS_ROWS, options.prefill_chunk))
+    return Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, prefill_rows)
 
 
 @dataclass(frozen=True)

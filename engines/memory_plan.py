@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, WeightPlace
+from engines.engine_manifest import (
+    GUESS_ROWS,
+    ONE_ROW_PLACES,
+    Binding,
+    Engine,
+    EngineManifest,
+    EngineOptions,
+    WeightPlace,
+)
 from engines.errors import ResourceError
 from engines.manifest import Geometry
 from engines.sizes import size_text
@@ -120,13 +128,13 @@ def _num_layers(geometry: Geometry) -> int:
 def _shared_nbytes(options: EngineOptions, geometry: Geometry) -> int:
     """Of the head's hidden rows and of logits: what sequences share beside scratch."""
     rows = 3 * options.prefill_chunk + 4 * options.max_rows
-    return (rows * geometry.hidden_size + (options.max_rows + 1) * geometry.vocab_size) * _F32_BYTES
+    return (rows * geometry.hidden_size + (options.max_rows + GUESS_ROWS) * geometry.vocab_size) * _F32_BYTES
 
 
 def _rows_nbytes(options: EngineOptions, geometry: Geometry) -> int:
     """Of a sequence's hidden rows: of its last passes, and those put aside for the head, by powers of two."""
     rows = options.prefill_chunk + options.max_rows
-    return (rows + (1 << (rows - 1).bit_length())) * geometry.hidden_size * _F32_BYTES
+    return (rows + ONE_ROW_PLACES + (1 << (rows - 1).bit_length())) * geometry.hidden_size * _F32_BYTES
 
 
 def state_bindings(engine: Engine) -> list[Binding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from engines.engine_manifest import Engine, EngineManifest, EngineOptions, Profile, pool_size
+from engines.engine_manifest import Engine, EngineManifest, EngineOptions, engine_profiles, pool_size
 from engines.errors import ResourceError, UsageError
 from engines.manifest import Geometry, Manifest
 from engines.memory_plan import plan_memory
@@ -38,18 +38,12 @@ def sized(form: LayerForm, geometry: Geometry, options: EngineOptions) -> onnx.M
     return fix_sizes(model, {"P": pool_size(geometry, options.max_rows), "L": options.context})
 
 
-def profiles(role: str, options: EngineOptions) -> tuple[Profile, ...]:
-    """Decode and verify, where the trunk gives logits of every row and the head of one; prefill, one row."""
-    rows = options.max_rows if role == "trunk" else 1
-    return Profile("decode", options.max_rows, rows), Profile("prefill", options.prefill_chunk, 1)
-
-
 def planned_engines(forms: Mapping[str, LayerForm], geometry: Geometry, options: EngineOptions) -> EngineManifest:
     """The manifest that `engines.build` would write, without what only a build knows."""
     made, weights = {}, {}
     for role, form in forms.items():
         inputs, outputs = bindings(sized(form, geometry, options))
-        names, limits = tuple(each.name for each in external_weights(form.model)), profiles(role, options)
+        names, limits = tuple(each.name for each in external_weights(form.model)), engine_profiles(role, options)
         made[role] = Engine(f"{role}.engine", form.model.ByteSize(), "", inputs, outputs, limits, names, form.notes)
         weights.update(weight_places(form))
     return EngineManifest("", "", "", "", "", options, made, weights)

@@ -1,8 +1,8 @@
 """The few numbers that a pass reads from device memory, so that recorded passes serve any position, slot and token.
 
 All are written on the host, into pinned memory, and travel in one copy at the start of a pass. What comes back are the
-tokens of a verify pass and the trunk's choices, side by side, in one copy as well. Read them when the stream is idle,
-and write only then.
+tokens of a verify pass, the trunk's choices and the head's guesses, side by side, in one copy as well. Read them when
+the stream is idle, and write only then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from runtime.token_choice import SAMPLING_NBYTES
 
 _I32 = np.dtype(np.int32).itemsize
 MAX_STEPS = 8  # drafts in a row
-_TOKENS = 32  # tokens of a pass that is verified, and as many choices
+_TOKENS = 32  # tokens of a pass that is verified, as many choices, and as many guesses
 
 
 class ControlBlock:
@@ -29,9 +29,10 @@ class ControlBlock:
             "position": _I32,
             "row": _I32,
             "draft_row": _I32,
+            "guess_rows": _TOKENS * _I32,
             "zero": _I32,
             "draft_positions": MAX_STEPS * ALIGNMENT,
-            "verified": 2 * _TOKENS * _I32,
+            "verified": 3 * _TOKENS * _I32,
             "prompt": prefill_chunk * _I32,
             "draft_tokens": prefill_chunk * _I32,
         }
@@ -53,13 +54,13 @@ class ControlBlock:
 
         self.trunk_sampling, self.draft_sampling = view("trunk_sampling"), view("draft_sampling")
         self.slot, self.position, self.row = integers("slot"), integers("position"), integers("row")
-        self.draft_row = integers("draft_row")
+        self.draft_row, self.guess_rows = integers("draft_row"), integers("guess_rows")
         self.draft_positions = integers("draft_positions")[:: ALIGNMENT // _I32]
         self.prompt, self.draft_tokens = integers("prompt"), integers("draft_tokens")
         verified = integers("verified")
         self.tokens = verified[:_TOKENS]
         back = self._back.array.view(np.int32)
-        self.tokens_back, self.choices_back = back[:_TOKENS], back[_TOKENS:]
+        self.tokens_back, self.choices_back, self.guesses_back = back.reshape(3, _TOKENS)
 
     def at(self, name: str) -> int:
         """Device address of an array."""
@@ -75,10 +76,14 @@ class ControlBlock:
     def at_choices(self) -> int:
         return self.at_token(_TOKENS)
 
+    @property
+    def at_guesses(self) -> int:
+        return self.at_token(2 * _TOKENS)
+
     def send(self) -> None:
         """Queue the copy to the device."""
         self._stream.to_device(self._device.address, self._host, self.nbytes)
 
     def fetch(self) -> None:
-        """Queue the copy of tokens and choices to the host."""
+        """Queue the copy of tokens, choices and guesses to the host."""
         self._stream.to_host(self._back, self._at["verified"], self._back.nbytes)

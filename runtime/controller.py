@@ -6,6 +6,7 @@ A controller never changes the text, only its speed. It sees no clock: the loop 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +24,10 @@ _MOST_OPENING_ROUNDS = 8
 # later after so many.
 _FIRST_LOOK = 16
 _LATEST_LOOK = 256
-# While drafting is off: the share of the time that trials may take if all their drafts are refused.
-_TRIAL_SHARE = 0.006
+# While drafting is off: the share of the time that finding out about the head may take if it is never right.
+_TRIAL_SHARE = 0.004
+# A head is judged by so many guesses at least.
+_FEWEST_GUESSES = 4
 # When drafting has been switched off, trials come sooner at first: after so many rounds where drafting had gained at
 # least a plain step, and where a perfect head would make decoding so many times as fast.
 _GAP_AFTER_GAIN = 4
@@ -56,6 +59,13 @@ class Controller(Protocol):
     def observe(self, done: Round) -> None:
         """Take note of a finished round."""
 
+    def wants_guesses(self, n: int) -> bool:
+        """Asked before `draft_n`: is the head to guess tokens that are known, as `judge` takes them? n: how many."""
+
+    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+        """The head was asked for the tokens after rows that it had yet to take: which of its guesses were right, in the
+        text's order."""
+
 
 class FixedDraft:
     """Always n drafts, as far as the limit allows. n = 0 is plain decoding."""
@@ -74,6 +84,12 @@ class FixedDraft:
     def observe(self, done: Round) -> None:
         """Nothing to learn."""
 
+    def wants_guesses(self, n: int) -> bool:
+        return False
+
+    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+        """Nothing to learn."""
+
 
 class AdaptiveDraft:
     """The draft_n of 0..max_n with the most expected tokens per second.
@@ -82,10 +98,11 @@ class AdaptiveDraft:
     ``1 + p_1 + p_1 p_2 + ... + p_1..p_n`` tokens, and cost what such rounds cost (`RoundCosts`). What is known of a
     draft that is no longer made fades towards what is known of the draft before it, so deeper drafts get their chance.
 
-    Where the best n is 0, drafting is off and a round of trial is made now and then, so rarely that trials take a small
-    share of the time even if every draft is refused; what the head takes to catch up counts. Trials follow each other
-    while their drafts are accepted, and drafting is on again once it is expected to pay. The first trials come sooner,
-    at gaps that double. A new text begins with a trial, for the head is level then.
+    Where the best n is 0, drafting is off. Now and then the head takes the rows that it has missed, and its guesses for
+    the last of them are compared with the text, which needs no verify pass; so rarely that this takes a small share of
+    the time even if no guess is right. The first times come sooner, at gaps that double. Drafting is on again once it
+    is expected to pay. Where there are no guesses to compare, a round of trial does: at the begin of a text, and with
+    engines that do not tell. Trials follow each other while their drafts are accepted.
     """
 
     def __init__(self, max_n: int, costs: PassCosts | None = None) -> None:
@@ -103,14 +120,15 @@ class AdaptiveDraft:
         self._gain = 0.0  # by drafting since it was last switched on, in plain steps, 0.._MOST_GAIN
         self._is_off = False
         self._trial_at = 0  # the round of the next trial
-        self._trial_gap = math.inf  # rounds to the trial after that, if the share allows it
+        self._trial_gap = 0.0  # rounds to the trial after that, if the share allows it
         self._trial_n = 0  # drafts of the round under way, if it is a trial
         self._is_hopeful = False  # the last trial had a draft accepted
         self._catch_up = 0.0  # what the head takes to catch up before a trial
+        self._guess_cost = 0.0  # what it takes to catch up and guess; 0: not known
 
     def begin(self) -> None:
         self._acceptance.new_text()
-        self._trial_at, self._is_hopeful = self._rounds, False
+        self._trial_at, self._trial_gap, self._is_hopeful = self._rounds, 0.0, False
 
     def draft_n(self, limit: int) -> int:
         limit = min(limit, self._max_n)
@@ -136,6 +154,20 @@ class AdaptiveDraft:
         self._gain, self._is_hopeful = 0.0, False
         self._plan_trial(drafting)
         return 0
+
+    def wants_guesses(self, n: int) -> bool:
+        return self._is_off and self._rounds >= self._trial_at and n >= _FEWEST_GUESSES and not self._opening
+
+    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+        cost, plain = self._costs.of_ms(took_ms), self._costs.by_draft_n()[0]
+        known = self._guess_cost or cost
+        self._guess_cost = known + 0.5 * (min(cost, 2 * known + plain) - known)
+        for each in right:
+            self._acceptance.observe(1, int(each))
+        per_token = self._cost_per_token()
+        self._is_off = min(per_token[1:]) >= per_token[0]
+        if self._is_off:
+            self._plan_trial(1)
 
     def observe(self, done: Round) -> None:
         n, costs = done.draft_n, self._costs
@@ -178,11 +210,12 @@ class AdaptiveDraft:
         if self._gain > 1.0:
             return _GAP_AFTER_GAIN
         costs = self._costs.by_draft_n()
-        return _GAP_OF_PROMISE if (n + 1) * costs[0] > _PROMISE * costs[n] else math.inf
+        return max(self._trial_gap, _GAP_OF_PROMISE) if (n + 1) * costs[0] > _PROMISE * costs[n] else math.inf
 
     def _plan_trial(self, n: int) -> None:
         """The next one, of n drafts or about as many."""
         costs = self._costs.by_draft_n()
-        loss = (costs[n] + self._catch_up) / costs[0] - 1.0 if costs[0] else 0.0
+        lost = self._guess_cost or costs[n] + self._catch_up - costs[0]
+        loss = lost / costs[0] if costs[0] else 0.0
         self._trial_at = self._rounds + int(min(self._trial_gap, max(_GAP_AFTER_GAIN, loss / _TRIAL_SHARE)))
         self._trial_gap *= 2

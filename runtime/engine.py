@@ -120,6 +120,10 @@ class DraftEngine(Protocol):
         Raises NumericError for damaged logits after the true rows; after the head's own guesses they only end the
         drafts: NO_CHOICE from there on, which is no token."""
 
+    def guess(self, tokens: Sequence[int], hidden: Any) -> np.ndarray | None:
+        """Take rows as `prefill`, and say what would be drafted after each of the last of them, as far as the engine
+        tells: ids int64, NO_CHOICE for damaged logits. None: not with this sampler; nothing was done."""
+
     def zero_hidden(self) -> Any:
         """One all-zero hidden row [1, D]: what stands before the first token of a sequence."""
 
@@ -134,7 +138,7 @@ class DraftEngine(Protocol):
 
 @runtime_checkable
 class QueuingTrunk(TrunkEngine, Protocol):
-    """A trunk whose passes can be begun and waited for later."""
+    """A trunk whose passes can be begun and waited for later. Hidden rows stay while one more pass of one row runs."""
 
     def begin_verify(self, tokens: Sequence[int]) -> Queued[Pass]:
         """As `verify`, which it begins."""

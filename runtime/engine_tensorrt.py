@@ -55,7 +55,8 @@ def open_engines(
     stream = cuda.Stream()
     roles = ["trunk", "draft"] if draft and "draft" in engines.engines else ["trunk"]
     draft_tokens = _draft_tokens(folder, engines, manifest) if "draft" in roles else DraftTokens(0)
-    choice = TokenChoice(library, device, stream, engines.options.max_rows)
+    most_rows = max(profile.max_rows for role in roles for profile in engines.engines[role].profiles)
+    choice = TokenChoice(library, device, stream, most_rows)
     free_and_total = cuda.free_and_total_bytes()  # before engines are loaded, which take memory that is planned
     _plan(engines, manifest.geometry, roles, 0, num_sequences, *free_and_total)
     sessions = {role: EngineSession(loader, folder, engines, role, stream) for role in roles}

@@ -71,14 +71,32 @@ class HeadQueue:
         for first in range(0, n, self._engine.prefill_chunk):
             piece = slice(first, min(first + self._engine.prefill_chunk, n))
             self._engine.prefill(self._tokens[piece], hidden[piece])
-        # The rows of a pass last until the next one, a copy stays.
-        self._tokens, self._hidden, self._aside = self._tokens[n:], [self._engine.join([hidden[n:]])], None
+        self._keep_from(n, hidden)
+
+    @property
+    def num_known(self) -> int:
+        """Queued rows after which the next token is known."""
+        return max(0, len(self._tokens) - 1)
+
+    def guesses(self) -> list[bool] | None:
+        """Let the engine take all rows but the last and guess the tokens after them: which of those that it told were
+        right. None: the engine does not tell."""
+        assert self._engine is not None and self.num_known
+        self.feed(keep=min(len(self._tokens), self._engine.prefill_chunk))
+        hidden, n = self._joined(), self.num_known
+        guesses = self._engine.guess(self._tokens[:n], hidden[:n])
+        if guesses is None:
+            return None
+        true = self._tokens[-len(guesses) :]
+        self._keep_from(n, hidden)
+        return [int(guess) == token for guess, token in zip(guesses, true, strict=True)]
 
     def begin_round(self, trunk: QueuingTrunk, last: int, n: int) -> BegunRound | None:
         """Begin to draft n tokens and to verify them after ``last``. None: these engines cannot."""
         if n == 0:
-            _, n_rows = self.draft(0)
-            return BegunRound(trunk.begin_verify([last]), n_rows)
+            queued_pass = trunk.begin_verify([last])
+            _, n_rows = self.draft(0)  # while the device works
+            return BegunRound(queued_pass, n_rows)
         n_rows = len(self._tokens)
         if self._rounds is None or n_rows > self._rounds.prefill_chunk:
             return None
@@ -112,6 +130,11 @@ class HeadQueue:
         for rows in self._hidden if self._aside is None else self._hidden[1:]:
             self._aside = self._engine.put_aside(self._aside, rows)
         self._hidden = [self._aside]
+
+    def _keep_from(self, n: int, hidden: Any) -> None:
+        """Forget the first n of the queued rows. The rows of a pass last until the next one, a copy stays."""
+        assert self._engine is not None
+        self._tokens, self._hidden, self._aside = self._tokens[n:], [self._engine.join([hidden[n:]])], None
 
     def _clear(self) -> None:
         self._tokens, self._hidden, self._aside = [], [], None

@@ -11,8 +11,12 @@ import onnxruntime as ort
 from engines.errors import NumericError
 from engines.manifest import Geometry
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import NO_CHOICE, Sampler, SavedState
+from runtime.engine import NO_CHOICE, Sampler, SavedState, choices_that_count
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, RowStack, run_session
+from runtime.sampling import ParamsSampler
+
+# At most so many guesses of one pass are told.
+_GUESS_ROWS = 8
 
 
 class OnnxDraftEngine:
@@ -47,6 +51,17 @@ class OnnxDraftEngine:
     def prefill(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
         self._step(tokens, hidden, self._position)
         self._position += len(tokens)
+
+    def guess(self, tokens: Sequence[int], hidden: np.ndarray) -> np.ndarray | None:
+        if not isinstance(self._sampler, ParamsSampler):  # others must see every token in its turn
+            return None
+        count = len(tokens)
+        rows, self._position = min(count, _GUESS_ROWS), self._position + count
+        self._step(tokens, hidden, self._position - count, rows)
+        places = self._position - rows + 1 + np.arange(rows)
+        guesses = choices_that_count(self._sampler, self.logits, places, [])
+        self._logits = self._logits[-1:]
+        return guesses
 
     def draft(self, tokens: Sequence[int], hidden: np.ndarray, n: int) -> np.ndarray:
         assert n >= 1, n
@@ -88,32 +103,35 @@ class OnnxDraftEngine:
     def put_aside(self, kept: np.ndarray | None, rows: np.ndarray) -> np.ndarray:
         return self._aside.extended(kept, rows)
 
-    def _step(self, tokens: Sequence[int], hidden: np.ndarray, position: int) -> np.ndarray:
-        """Run the rows; logits and the returned hidden [1, D] are the last row's."""
+    def _step(self, tokens: Sequence[int], hidden: np.ndarray, position: int, rows: int = 1) -> np.ndarray:
+        """Run the rows; logits are of the last ``rows``, the returned hidden [1, D] of the last."""
         count = len(tokens)
         assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
         if self._cache.reserve(position + count):
             self._bindings.clear()
-        if count not in self._bindings:
-            self._bindings[count] = self._bind(count)
-        binding, arrays = self._bindings[count]
+        if rows > 1:  # rare, and many rows of logits are too much memory to keep
+            binding, arrays = self._bind(count, rows)
+        else:
+            if count not in self._bindings:
+                self._bindings[count] = self._bind(count, 1)
+            binding, arrays = self._bindings[count]
         arrays["tokens"][:] = tokens
         arrays["positions"][:] = np.arange(position, position + count)
         arrays["hidden"][:] = hidden
-        arrays["rows"][:] = count - 1
+        arrays["rows"][:] = count - rows + np.arange(rows)
         run_session(self._session, binding)
         self._logits = arrays["logits"]
         last: np.ndarray = arrays["hidden.out"][-1:].copy()
         return last
 
-    def _bind(self, count: int) -> tuple[Any, dict[str, np.ndarray]]:
+    def _bind(self, count: int, rows: int) -> tuple[Any, dict[str, np.ndarray]]:
         binding = self._session.io_binding()
         arrays: dict[str, np.ndarray] = {
             "tokens": np.zeros(count, np.int64),
             "positions": np.zeros(count, np.int64),
-            "rows": np.zeros(1, np.int64),
+            "rows": np.zeros(rows, np.int64),
             "hidden": np.zeros((count, self._geometry.hidden_size), np.float32),
-            "logits": np.zeros((1, self._tokens.count), np.float32),
+            "logits": np.zeros((rows, self._tokens.count), np.float32),
             "hidden.out": np.zeros((count, self._geometry.hidden_size), np.float32),
         }
         for name, array in arrays.items():

@@ -45,6 +45,10 @@ class RoundCosts:
             self._costs = [v + d for v, d in zip(self._verify.all(), self._draft.all(), strict=True)]
         return self._costs
 
+    def of_ms(self, ms: float) -> float:
+        """A time as measured now, in units of the costs."""
+        return ms / self._level
+
     def excess(self, n: int, draft_ms: float) -> float:
         """What drafting took beyond what n drafts cost, 0 where that is not known."""
         known = self._draft.own[n]

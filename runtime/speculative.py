@@ -168,10 +168,21 @@ class Generation:
     def _begin_round(self) -> None:
         """Choose the number of drafts of the next round, and begin it if that can be."""
         limit = min(self._budget - self._num_emitted, self._trunk.max_rows) - 1
+        if self._draft is not None and limit and self._controller.wants_guesses(self._head.num_known):
+            self._compare_guesses()
         self._draft_n = self._controller.draft_n(limit) if self._draft is not None else 0
         self._began = self._clock()
         if self._queuing is not None:
             self._begun = self._head.begin_round(self._queuing, self._tokens[-1], self._draft_n)
+
+    def _compare_guesses(self) -> None:
+        """Let the controller know how good the head would have been."""
+        began = self._clock()
+        right = self._head.guesses()
+        took_ms = 1000.0 * (self._clock() - began)
+        self._stats.predicted_ms += took_ms
+        if right is not None:
+            self._controller.judge(right, took_ms)
 
     def _round(self) -> tuple[list[int], int]:
         """The tokens that the round yields, and how many of them, at the front, are accepted drafts."""

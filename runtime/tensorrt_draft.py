@@ -28,7 +28,8 @@ class DraftBuffers:
     def __init__(self, shared: Shared, tokens: DraftTokens) -> None:
         options, width = shared.manifest.options, shared.geometry.hidden_size
         self.tokens = tokens
-        self.logits = DeviceBuffer(tokens.count * _F32_BYTES)
+        self.num_guesses = max(profile.max_rows for profile in shared.manifest.engines["draft"].profiles)
+        self.logits = DeviceBuffer(self.num_guesses * tokens.count * _F32_BYTES)
         self.ids = None if tokens.ids is None else shared.stream.upload(tokens.ids)
         # A step reads the last row that the step before wrote, so they take turns.
         self.hidden_out = [DeviceBuffer(n * width * _F32_BYTES) for n in (options.prefill_chunk, 1)]
@@ -71,8 +72,8 @@ class TensorrtDraft:
 
     @property
     def logits(self) -> np.ndarray:
-        """Of the last step, [1, V] f32, copied to the host; -inf where the head cannot tell. Not after a step of
-        another sequence's head."""
+        """Of the last step, [1, V] f32 (of guesses: a row each), copied to the host; -inf where the head cannot tell.
+        Not after a step of another sequence's head."""
         shape = (self._num_logits, self._tokens.count)
         return self._tokens.whole_rows(self._shared.stream.read(self._buffers.logits.address, shape, np.float32))
 
@@ -105,6 +106,24 @@ class TensorrtDraft:
         self._shared.stream.synchronize()
         return self._finish_draft(count, n)
 
+    def guess(self, tokens: Sequence[int], hidden: DeviceRows) -> np.ndarray | None:
+        if not self._on_device:
+            return None
+        count, control = len(tokens), self._shared.control
+        assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
+        rows = min(count, self._buffers.num_guesses)
+        self._write(tokens)
+        control.guess_rows[:rows] = np.arange(count - rows, count)
+        control.send()
+        address = control.at("draft_tokens")
+        self._enqueue("prefill", 0, count, address, hidden.address, rows=control.at("guess_rows"), num_rows=rows)
+        self._choose(rows, 0, count - rows + 1, control.at_guesses)
+        control.fetch()
+        self._shared.stream.synchronize()
+        self._num_logits = rows
+        self._position += count
+        return control.guesses_back[:rows].astype(np.int64)
+
     def begin_round(
         self, trunk: TensorrtTrunk, tokens: Sequence[int], hidden: DeviceRows, n: int
     ) -> Queued[DraftedPass] | None:
@@ -127,7 +146,7 @@ class TensorrtDraft:
         def finish() -> DraftedPass:
             self._shared.stream.synchronize()
             drafts = self._finish_draft(count, n)
-            result = trunk.finish_verify(n + 1)
+            result = trunk.finish_verify(rows[: n + 1])
             began, drafted, ended = self._buffers.events
             share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
             return DraftedPass(drafts, result, share)
@@ -157,6 +176,8 @@ class TensorrtDraft:
         for count in (*range(1, self._num_rows + 1), self.prefill_chunk):
             self.prefill([0] * count, rows[:count])
             self.start(self._sampler)
+        self.guess([0] * self.prefill_chunk, rows)
+        self.start(self._sampler)
 
     def _shortened(self, tokens: Sequence[int], hidden: DeviceRows) -> tuple[Sequence[int], DeviceRows]:
         """The rows to draft after, at most as many as the decode profile takes; those before them are taken here."""
@@ -187,7 +208,7 @@ class TensorrtDraft:
         stream.record(began)
         self._steps(count, n, trunk.hidden_rows.address)
         stream.record(drafted)
-        trunk.enqueue_verify(n + 1)
+        trunk.enqueue_verify(trunk.hidden_rows[: n + 1])
         stream.record(ended)
         self._shared.control.fetch()
 
@@ -195,26 +216,38 @@ class TensorrtDraft:
         """Queue n chained steps, the first over ``count`` rows; draft i becomes token i of the verify pass."""
         assert 1 <= n <= MAX_STEPS, n
         control, tokens = self._shared.control, self._shared.control.at("draft_tokens")
-        logits, ids = self._buffers.logits.address, self._buffers.ids.address if self._buffers.ids else 0
         for step in range(n):
             hidden = self._step(step, count, tokens, hidden)
             tokens = control.at_token(step + 1)
-            sampling, position = control.at("draft_sampling"), control.at_draft_position(step)
-            self._shared.choice.enqueue(logits, 1, self._tokens.count, sampling, position, count, tokens, ids)
+            self._choose(1, step, count, tokens)
             count = 1
+
+    def _choose(self, rows: int, step: int, offset: int, tokens: int) -> None:
+        """Queue the choice of ``rows`` tokens, for places from ``offset`` past the position of ``step`` on."""
+        control, ids = self._shared.control, self._buffers.ids.address if self._buffers.ids else 0
+        sampling, position = control.at("draft_sampling"), control.at_draft_position(step)
+        logits = self._buffers.logits.address
+        self._shared.choice.enqueue(logits, rows, self._tokens.count, sampling, position, offset, tokens, ids)
 
     def _step(self, step: int, count: int, tokens: int, hidden: int) -> int:
         """Queue one pass; address of its last row's hidden."""
-        control, out = self._shared.control, self._buffers.hidden_out[step % 2].address
+        rows = self._shared.control.at("zero" if step else "draft_row")
+        return self._enqueue("decode" if count <= self._num_rows else "prefill", step, count, tokens, hidden, rows)
+
+    def _enqueue(
+        self, profile: str, step: int, count: int, tokens: int, hidden: int, rows: int, num_rows: int = 1
+    ) -> int:
+        """Queue one pass of a profile, with logits of ``num_rows`` rows; address of its last row's hidden."""
+        out = self._buffers.hidden_out[step % 2].address
         addresses = {
             "tokens": tokens,
-            "position": control.at_draft_position(step),
-            "rows": control.at("zero" if step else "draft_row"),
+            "position": self._shared.control.at_draft_position(step),
+            "rows": rows,
             "hidden": hidden,
             "hidden.out": out,
         }
         self._session.use(self._memory.addresses["draft"])
-        self._session.enqueue("decode" if count <= self._num_rows else "prefill", count, 1, addresses)
+        self._session.enqueue(profile, count, num_rows, addresses)
         return out + (count - 1) * self._row_nbytes
 
     def _finish_draft(self, count: int, n: int) -> np.ndarray:

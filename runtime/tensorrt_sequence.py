@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from engines.engine_manifest import Binding, EngineManifest
+from engines.engine_manifest import ONE_ROW_PLACES, Binding, EngineManifest
 from engines.manifest import Geometry
 from engines.memory_plan import nbytes_of, state_bindings
 from runtime.cuda import DeviceBuffer, Recorder, Stream
@@ -23,7 +23,8 @@ class SequenceMemory:
     """State of the engines ``roles``, by the name of the input: KV caches [2, L, KV, D] of a type each, and of each
     Gated DeltaNet layer a pool, S states [HV, DK, DV] f32 and then S windows [kernel - 1, C] f32.
 
-    addresses: by role, for `EngineSession.use`. hidden, prefill_hidden: where the trunk's passes leave their rows.
+    addresses: by role, for `EngineSession.use`. hidden, prefill_hidden: where the trunk's passes leave their rows;
+    one_row: where verify passes of one row do, in turns.
     recorder: of passes, which hold the addresses."""
 
     def __init__(
@@ -41,8 +42,10 @@ class SequenceMemory:
         }
         self.num_slots, width = manifest.options.max_rows, geometry.hidden_size
         self.prefill_hidden = DeviceBuffer(manifest.options.prefill_chunk * width * _F32_BYTES)
-        hidden = DeviceBuffer(self.num_slots * width * _F32_BYTES)
-        self.hidden = DeviceRows(hidden.address, self.num_slots, width, hidden)
+        hidden = DeviceBuffer((self.num_slots + ONE_ROW_PLACES) * width * _F32_BYTES)
+        rows = DeviceRows(hidden.address, self.num_slots + ONE_ROW_PLACES, width, hidden)
+        self.hidden = rows[: self.num_slots]
+        self.one_row = [rows[at : at + 1] for at in range(self.num_slots, len(rows))]
         self.recorder = Recorder(stream)
 
     @property

@@ -66,7 +66,6 @@ class TensorrtTrunk:
         self._num_slots = shared.manifest.options.max_rows
         self._hidden, self._logits = memory.hidden, shared.logits
         self._sampling = np.frombuffer(sampling_bytes(GREEDY.params), np.uint8)
-        self._rows_of_logits = 0
         self.start(GREEDY)
 
     def another(self) -> TensorrtTrunk:
@@ -86,7 +85,7 @@ class TensorrtTrunk:
 
     @property
     def hidden_rows(self) -> DeviceRows:
-        """Where a verify pass leaves its hidden rows."""
+        """Where a verify pass of several rows leaves its hidden rows."""
         return self._hidden
 
     @property
@@ -102,7 +101,7 @@ class TensorrtTrunk:
     def start(self, sampler: Sampler) -> None:
         self._shared.under_way.settle()
         self._sampler, self._position, self._pending, self._slot = sampler, 0, 0, _NO_SLOT
-        self._rows_of_logits = 0
+        self._rows_of_logits = self._turn = 0
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
@@ -136,11 +135,12 @@ class TensorrtTrunk:
 
     def begin_verify(self, tokens: Sequence[int]) -> Queued[Pass]:
         count = self.prepare_verify(tokens)
-        self.memory.recorder.replay(("verify", count), lambda: self._whole_verify(count))
+        rows = self._rows_of(count)
+        self.memory.recorder.replay(("verify", count, rows.address), lambda: self._whole_verify(rows))
 
         def finish() -> Pass:
             self._shared.stream.synchronize()
-            return self.finish_verify(count)
+            return self.finish_verify(rows)
 
         return self._shared.under_way.begin(finish)
 
@@ -160,29 +160,31 @@ class TensorrtTrunk:
         control.tokens[: len(tokens)] = tokens
         return count
 
-    def enqueue_verify(self, count: int) -> None:
-        """Queue the pass and its choices, without the copies to and from the device."""
-        control = self._shared.control
+    def enqueue_verify(self, hidden: DeviceRows) -> None:
+        """Queue the pass, its rows to ``hidden``, and its choices, without the copies to and from the device."""
+        control, count = self._shared.control, len(hidden)
         addresses = {
             "tokens": control.at_token(0),
             "rows": self._shared.row_numbers.address,
-            "hidden.out": self._hidden.address,
+            "hidden.out": hidden.address,
         }
         self._session.use(self.memory.addresses["trunk"])
         self._session.enqueue("decode", count, count, addresses)
         self._choose(count, offset=1)
 
-    def finish_verify(self, count: int) -> Pass:
+    def finish_verify(self, hidden: DeviceRows) -> Pass:
         """The outcome, once the stream is idle."""
-        self._rows_of_logits = count
+        self._rows_of_logits = count = len(hidden)
         choices = self._choices(count, self._position + 1, self._shared.control.tokens_back[:count])
         self._pending = count
-        return Pass(choices, self._hidden[:count])
+        return Pass(choices, hidden)
 
     def time_verify(self, rows: int, repeats: int) -> list[float]:
         self.start(GREEDY)
         self.prepare_verify([0] * rows)
-        times = self.memory.recorder.time_replays(("verify", rows), lambda: self._whole_verify(rows), repeats)
+        hidden = self._rows_of(rows)
+        key = "verify", rows, hidden.address
+        times = self.memory.recorder.time_replays(key, lambda: self._whole_verify(hidden), repeats)
         self.start(GREEDY)
         return times
 
@@ -216,15 +218,22 @@ class TensorrtTrunk:
         """Run every size of pass once, so that none has anything left to load or compile while it is recorded."""
         for count in range(1, self._num_slots + 1):
             self._point(self._shared.control)
-            self._whole_verify(count)
+            self._whole_verify(self._rows_of(count))
             self._shared.stream.synchronize()
         self.start(self._sampler)
         self.prefill([0] * self.prefill_chunk)
         self.start(self._sampler)
 
-    def _whole_verify(self, count: int) -> None:
+    def _rows_of(self, count: int) -> DeviceRows:
+        """Where the next verify pass leaves its hidden rows; one alone not where the pass before left its."""
+        if count > 1:
+            return self._hidden[:count]
+        self._turn = (self._turn + 1) % len(self.memory.one_row)
+        return self.memory.one_row[self._turn]
+
+    def _whole_verify(self, hidden: DeviceRows) -> None:
         self._shared.control.send()
-        self.enqueue_verify(count)
+        self.enqueue_verify(hidden)
         self._shared.control.fetch()
 
     def _point(self, control: ControlBlock) -> None:

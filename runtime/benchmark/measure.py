@@ -133,6 +133,12 @@ class Recorder:
         self.rounds.append(done)
         self._controller.observe(done)
 
+    def wants_guesses(self, n: int) -> bool:
+        return self._controller.wants_guesses(n)
+
+    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+        self._controller.judge(right, took_ms)
+
 
 def measure_prefill(session: Session, prompt: Sequence[int], repeats: int, plain: bool) -> list[float]:
     """Tokens a second of reading ``prompt``, ``repeats`` times after a first one. plain: without the draft head."""

@@ -22,29 +22,44 @@ Process = Callable[[np.random.Generator, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Machine:
-    """verify: of passes of 1.. rows; draft: a step; off: a plain round's share for rows that the head will want;
-    feed, feed_row: a pass of the head over waiting rows, which a draft of more than MAX_N + 1 rows needs, too."""
+    """verify: of passes of 1.. rows; first, draft: of the first and of each further step of a draft; off: a plain
+    round's share for rows that the head will want; feed, feed_row: a pass of the head over waiting rows, which a draft
+    of more than MAX_N + 1 rows needs, too; guess: what it takes beyond that to guess the tokens after its last rows."""
 
     verify: tuple[float, ...]
+    first: float
     draft: float
-    off: float = 0.003
-    feed: float = 0.12
-    feed_row: float = 0.0012
-    chunk: int = 512
+    off: float = 0.001
+    feed: float = 0.3
+    feed_row: float = 0.0006
+    guess: float = 0.03
+    chunk: int = 1024
+
+    def draft_cost(self, n: int) -> float:
+        return self.first + (n - 1) * self.draft if n else 0.0
 
     def profile(self, max_n: int) -> PassCosts:
-        return PassCosts(self.verify[: max_n + 1], tuple(self.draft * n for n in range(max_n + 1)))
+        return PassCosts(self.verify[: max_n + 1], tuple(map(self.draft_cost, range(max_n + 1))))
 
 
 def linear(row: float, draft: float) -> Machine:
     """A machine on which every further row costs the same."""
-    return Machine(tuple(1 + row * n for n in range(MAX_N + 1)), draft, 0.002, 0.05, 0.004, 256)
+    return Machine(tuple(1 + row * n for n in range(MAX_N + 1)), draft, draft, 0.002, 0.05, 0.004, 0.02, 256)
 
 
-_MEASURED = (1, 1.08, 1.14, 1.17, 1.39, 1.43, 1.46, 1.49)
-_AIM = (1, 1.06, 1.1, 1.12, 1.25, 1.27, 1.29, 1.3)
-# A GPU as measured, with better kernels, and with a cut draft head as well.
-GPUS = {"measured": Machine(_MEASURED, 0.146), "better": Machine(_AIM, 0.12), "cut head": Machine(_AIM, 0.07)}
+def _of_ms(*verify: float) -> tuple[float, ...]:
+    return tuple(ms / verify[0] for ms in verify)
+
+
+# An H200 as measured with whole and cut-down LM head, and with passes of several tokens that cost less.
+_MEASURED = _of_ms(1.758, 2.141, 2.196, 2.233, 2.527, 2.555, 2.611, 2.637)
+_AIM = _of_ms(1.758, 1.93, 2.0, 2.05, 2.30, 2.33, 2.37, 2.40)
+GPUS = {
+    "measured": Machine(_MEASURED, 0.168, 0.158),
+    "measured, cut head": Machine(_MEASURED, 0.089, 0.077, feed=0.22),
+    "aim": Machine(_AIM, 0.168, 0.158),
+    "aim, cut head": Machine(_AIM, 0.089, 0.077, feed=0.22),
+}
 # A CPU, and one on which even a perfect head gains next to nothing.
 CPUS = {"cpu": linear(0.35, 0.08), "no gain": linear(0.8, 0.1)}
 
@@ -88,7 +103,7 @@ def fixed_cost(machine: Machine, runs: Sequence[int], n: int) -> float:
     cost, done = 0.0, 0
     while done < len(runs):
         drafts = min(n, len(runs) - done - 1)
-        cost += machine.verify[drafts] + drafts * machine.draft
+        cost += machine.verify[drafts] + machine.draft_cost(drafts)
         done += min(runs[done], drafts) + 1
     return cost
 
@@ -97,6 +112,7 @@ def fixed_cost(machine: Machine, runs: Sequence[int], n: int) -> float:
 class Outcome:
     cost: float = 0.0
     used: list[int] = field(default_factory=list)
+    judged: int = 0  # times that the head's guesses were compared
 
 
 def simulate(
@@ -108,17 +124,22 @@ def simulate(
     limit: int = MAX_N,
     jitter: float = 0.02,
     delayed: float = 0.0,
+    guesses: bool = True,
 ) -> Outcome:
     """One sequence of len(runs) tokens. jitter: relative deviation of times; delayed: share of parts that take six
-    times as long."""
+    times as long. guesses: whether the head can be asked for them."""
     controller.begin()
     rng, outcome = np.random.default_rng(seed), Outcome()
     noise = np.clip(rng.normal(1, jitter, (len(runs), 2)), 0.8, 1.25) + 5.0 * (rng.random((len(runs), 2)) < delayed)
     done, waiting = 0, 1
     for draft_noise, verify_noise in noise.tolist():
+        if guesses and controller.wants_guesses(waiting - 1):
+            guess_ms = (machine.feed + waiting * machine.feed_row + machine.guess) * draft_noise
+            controller.judge([run > 0 for run in runs[max(0, done - min(waiting - 1, MAX_N + 1)) : done]], guess_ms)
+            outcome.cost, outcome.judged, waiting = outcome.cost + guess_ms, outcome.judged + 1, 1
         n = controller.draft_n(min(limit, len(runs) - done - 1))
         n_accept = min(runs[done], n)
-        draft, n_rows = n * machine.draft, waiting if n else 0
+        draft, n_rows = machine.draft_cost(n), waiting if n else 0
         if waiting > (MAX_N + 1 if n else machine.chunk):
             draft, n_rows = draft + machine.feed + waiting * machine.feed_row, waiting
         waiting = n_accept + 1 if n else 1 + waiting * (n_rows == 0)

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from engines.engine_manifest import GUESS_ROWS
 from runtime.engine import Pass, Sampler
 
 VOCAB = 13
@@ -128,6 +129,7 @@ class ToyHead:
         self.prefill_chunk = prefill_chunk
         self._twist = twist
         self.draft_calls: list[tuple[int, int]] = []
+        self.guess_calls: list[int] = []
 
     @property
     def position(self) -> int:
@@ -136,7 +138,7 @@ class ToyHead:
     def start(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self.rows: list[tuple[int, int]] = []
-        self.draft_calls = []
+        self.draft_calls, self.guess_calls = [], []
 
     def _take(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
         assert 1 <= len(tokens) <= self.prefill_chunk
@@ -145,6 +147,14 @@ class ToyHead:
 
     def prefill(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
         self._take(tokens, hidden)
+
+    def guess(self, tokens: Sequence[int], hidden: np.ndarray) -> np.ndarray | None:
+        self._take(tokens, hidden)
+        self.guess_calls.append(len(tokens))
+        places = range(max(0, len(self.rows) - min(len(tokens), GUESS_ROWS)), len(self.rows))
+        states = [next_state(self.rows[place][1] or START_STATE, self.rows[place][0]) for place in places]
+        choices = [choice(state, place + 1, self._sampler) for place, state in zip(places, states, strict=True)]
+        return np.array([self._twist(token, place + 1) for place, token in zip(places, choices, strict=True)])
 
     def draft(self, tokens: Sequence[int], hidden: np.ndarray, n: int) -> np.ndarray:
         assert n >= 1

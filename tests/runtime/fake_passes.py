@@ -70,9 +70,8 @@ def trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
 
 def draft_pass(at: dict[str, int], count: int, num_rows: int, ids: np.ndarray) -> None:
     """ids: the tokens of the logits."""
-    assert num_rows == 1
-    tokens, position, row = (
-        array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("position", 1), ("rows", 1))
+    tokens, position, rows = (
+        array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("position", 1), ("rows", num_rows))
     )
     cache = array(at["blk.2.cache"], (2, CONTEXT, 1, 4), np.float16)
     hidden = array(at["hidden"], (count, HIDDEN), np.float32)
@@ -87,7 +86,9 @@ def draft_pass(at: dict[str, int], count: int, num_rows: int, ids: np.ndarray) -
         states.append(next_state(before, token))
         out[i] = 0
         out[i, :2].view(np.int64)[0] = states[-1]
-    array(at["logits"], (1, len(ids)), np.float32)[0] = twisted(states[row[0]]).ravel()[ids]
+    logits = array(at["logits"], (num_rows, len(ids)), np.float32)
+    for i, row in enumerate(rows.tolist()):
+        logits[i] = twisted(states[row]).ravel()[ids]
 
 
 def twisted(state: int) -> np.ndarray:

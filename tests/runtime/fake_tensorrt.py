@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.engine_manifest import Binding, Engine, EngineManifest, EngineOptions, Profile, WeightPiece, WeightPlace
+from engines.engine_manifest import (
+    Binding,
+    Engine,
+    EngineManifest,
+    EngineOptions,
+    WeightPiece,
+    WeightPlace,
+    engine_profiles,
+)
 from engines.errors import NumericError
 from engines.manifest import Manifest, TokenizerInfo
 from plugins.load import TensorRT
@@ -53,8 +61,7 @@ def _engine(role: str, draft_ids: np.ndarray) -> Engine:
     count = len(draft_ids) if draft else VOCAB
     outputs = [Binding("logits", "float32", ("R", count)), Binding("hidden.out", "float32", ("T", HIDDEN))]
     outputs += [Binding(f"{each.name}.out", each.dtype, each.shape, each.name) for each in state]
-    rows = 1 if draft else MAX_ROWS
-    profiles = (Profile("decode", MAX_ROWS, rows), Profile("prefill", CHUNK, 1))
+    profiles = engine_profiles(role, EngineOptions(MAX_ROWS, CONTEXT, CHUNK, False))
     data = role.encode()
     digest = blake2b(data, digest_size=20).hexdigest()
     return Engine(f"{role}.engine", len(data), digest, tuple(inputs), tuple(outputs), profiles, ("shared.weight",))

@@ -54,10 +54,10 @@ class Reference:
 
 
 class Chosen:
-    """A controller whose next number is whatever the test wants. most: of drafts ever asked for."""
+    """A controller whose next number is whatever the test wants. asks: whether the head is to guess before it."""
 
     def __init__(self) -> None:
-        self.next = 0
+        self.next, self.asks = 0, False
         self.rounds: list[Round] = []
 
     def begin(self) -> None: ...
@@ -67,6 +67,12 @@ class Chosen:
 
     def observe(self, done: Round) -> None:
         self.rounds.append(done)
+
+    def wants_guesses(self, n: int) -> bool:
+        return self.asks and n > 0
+
+    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+        event("guessed")
 
 
 class Break(Exception):
@@ -280,7 +286,7 @@ class SequenceMachine(RuleBasedStateMachine):
     def _step(self, slot: int, drafts: int) -> None:
         running, trunk = self.running[slot], self.backend.pairs[slot][0]
         assert running is not None
-        running.controller.next = drafts
+        running.controller.next, running.controller.asks = drafts, drafts % 3 == 0
         block = running.generation.step()
         running.got += block.tokens
         want = running.want
