@@ -6,7 +6,7 @@ import math
 
 # Before anything is known, and how many observations that guess weighs.
 _PRIOR_RATE = 0.65
-_PRIOR_WEIGHT = 2.5
+_PRIOR_WEIGHT = 2.0
 # For a later draft the rate of the one before it is the guess, and weighs more.
 _CHAIN_WEIGHT = 8.0
 # About so many of a draft's last observations count: for what is believed, and for noticing that it has changed.

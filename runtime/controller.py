@@ -214,6 +214,7 @@ class AdaptiveDraft:
 
     def _plan_trial(self, n: int) -> None:
         """The next one, of n drafts or about as many."""
+        self._trial_gap = self._trial_gap or self._first_gap(n)
         costs = self._costs.by_draft_n()
         lost = self._guess_cost or costs[n] + self._catch_up - costs[0]
         loss = lost / costs[0] if costs[0] else 0.0
