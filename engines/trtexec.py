@@ -45,7 +45,7 @@ def commands(folder: Path, position: int, library: Path | None = None) -> list[s
     for role, engine in manifest.engines.items():
         for index, profile in enumerate(engine.profiles):
             for tokens in _sizes(profile):
-                rows = tokens if profile.max_rows > 1 else 1
+                rows = min(tokens, profile.max_rows) if profile.name == "decode" else 1
                 first = min(position, manifest.options.context - tokens)
                 lines.append(_command(folder, manifest, role, engine, index, tokens, rows, first, library))
     return lines
