@@ -79,7 +79,6 @@ class _Lowering:
         handlers = {
             "GatedDeltaNet": self._gated_delta_net,
             "GatedAttention": self._gated_attention,
-            "RopeTables": self._rope_tables,
             "SwiGLU": self._swiglu,
         }
         for node in list(self.graph.nodes):
@@ -91,6 +90,8 @@ class _Lowering:
                 self._rms_norm(node)
             elif self._is_embedding(node):
                 self._embedding(node)
+        for node in [node for node in self.graph.nodes if node.domain == FUNCTION_DOMAIN and node.op == "RopeTables"]:
+            self._rope_tables(node)
         self._split_leftovers()
         self._drop_identities()
         kept = [tensor for tensor in self.graph.inputs if tensor.name in ("tokens", "rows", "hidden")]
@@ -173,7 +174,7 @@ class _Lowering:
         if node.op == "Gather" and y.outputs[0].op == "Cast":
             nodes.append(y.outputs[0].name)
             y = y.outputs[0].outputs[0]
-        y.dtype, y.shape = np.dtype(np.float32), ("T", raw.columns)
+        y.dtype, y.shape, self.embedded = np.dtype(np.float32), ("T", raw.columns), y
         inputs = [self.tokens, self._weight(raw)]
         self._plugin(ops.KQUANT_EMBEDDING, node.name, inputs, [y], nodes, type=raw.ggml_type)
 
@@ -209,7 +210,8 @@ class _Lowering:
         inv_freq, factor = (tensor.values for tensor in node.inputs[1:])
         bits = gs.Constant("rope.inv_freq_bits", np.ascontiguousarray(inv_freq, np.float64).view(np.int64))
         node.outputs.clear()
-        inputs = [self.tokens, self.position, bits]
+        # Embedded rows, not the tokens: TensorRT copies what comes from outside and two plugins read.
+        inputs = [self.embedded, self.position, bits]
         self._plugin(ops.ROPE_TABLES, node.name, inputs, [self.rope], [node.name], factor=float(factor.item()))
 
     def _gated_delta_net(self, node: gs.Node) -> None:

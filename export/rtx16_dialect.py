@@ -2,17 +2,21 @@
 
 That version's importer refuses every op it does not know, but hands LinearAttention to a plugin of that name with its
 ``update_rule`` string as it stands, whatever the inputs. So the string names our op and its attributes. The node must
-have 4 to 6 inputs and 2 outputs: missing inputs repeat the first one, a missing output is a value that nobody reads.
+have 4 to 6 inputs and 2 outputs: missing inputs are constants, a missing output is a value that nobody reads.
+
+Constants, and not the first input once more: TensorRT copies an input that a node has twice, with a kernel of its own.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from plugins import ops
 
 _MIN_INPUTS = 4
+_ABSENT = "absent."
 
 
 def to_rtx16(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -22,6 +26,8 @@ def to_rtx16(model: onnx.ModelProto) -> onnx.ModelProto:
     for node in changed.graph.node:
         if node.domain == ops.DOMAIN:
             _wrap(node)
+    absent = [name for node in changed.graph.node for name in node.input if name.startswith(_ABSENT)]
+    changed.graph.initializer.extend(numpy_helper.from_array(np.zeros(1, np.float32), name) for name in absent)
     kept = [opset for opset in changed.opset_import if opset.domain != ops.DOMAIN]
     del changed.opset_import[:]
     changed.opset_import.extend(kept)
@@ -30,7 +36,7 @@ def to_rtx16(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _wrap(node: onnx.NodeProto) -> None:
     rule = update_rule(node)
-    node.input.extend([node.input[0]] * (_MIN_INPUTS - len(node.input)))
+    node.input.extend(f"{_ABSENT}{i}.{node.output[0]}" for i in range(len(node.input), _MIN_INPUTS))
     node.output.extend(f"{node.output[0]}/unused" for _ in range(ops.MAX_OUTPUTS - len(node.output)))
     node.op_type, node.domain = "LinearAttention", ""
     del node.attribute[:]

@@ -157,7 +157,7 @@ ROPE_TABLES = Op(
     "RopeTables",
     "factor * cos(p * inv_freq), factor * sin(..) for p = position .. position + T - 1, angles in float64",
     inputs=(
-        Tensor("tokens", "int32", "[T]", "only its length counts"),
+        Tensor("rows", "float32", "[T, K]", "only how many there are counts"),
         Tensor("position", "int32", "[1]", "of the first token"),
         Tensor("inv_freq", "int64", "[R / 2]", "the bits of float64 numbers"),
     ),

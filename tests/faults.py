@@ -102,8 +102,8 @@ def _grouped(patch: Patch) -> None:
 
 def _one_position_off(patch: Patch) -> None:
     def off(inputs: list[np.ndarray], at: semantics.Attributes) -> list[np.ndarray]:
-        tokens, position, bits = inputs
-        return semantics.rope_tables([tokens, position + 1, bits], at)
+        rows, position, bits = inputs
+        return semantics.rope_tables([rows, position + 1, bits], at)
 
     patch.setitem(semantics.OPS, ops.ROPE_TABLES.name, off)
 

@@ -75,8 +75,8 @@ def rms_norm_pair(inputs: Arrays, at: Attributes) -> Arrays:
 
 
 def rope_tables(inputs: Arrays, at: Attributes) -> Arrays:
-    tokens, position, bits = inputs
-    angles = (int(position[0]) + np.arange(len(tokens)))[:, None] * bits.view(np.float64)
+    rows, position, bits = inputs
+    angles = (int(position[0]) + np.arange(len(rows)))[:, None] * bits.view(np.float64)
     return [at["factor"] * np.stack([np.cos(angles), np.sin(angles)])]
 
 

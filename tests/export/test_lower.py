@@ -169,6 +169,16 @@ def test_state_enters_one_plugin_and_leaves_by_it(tiny: Tiny, tmp_path: Path) ->
     assert types["blk.0.pool"] == TensorProto.FLOAT, "recurrent state is float32"
 
 
+def test_what_a_pass_is_told_is_read_once(tiny: Tiny, tmp_path: Path) -> None:
+    """TensorRT copies an input that two plugins outside the layers read, with a kernel of its own in every pass."""
+    export_model(tiny("q4_k_m"), tmp_path / "x", target="tensorrt")
+    for role in ("trunk", "draft"):
+        graph = onnx.load(str(tmp_path / "x" / f"{role}.onnx"), load_external_data=False).graph
+        read = [name for node in graph.node for name in node.input]
+        assert all(read.count(name) == 1 for name in ("tokens", "rows", "hidden") if name in read)
+        assert "tokens" in read and "rows" in read
+
+
 def test_weights_as_inputs(tiny: Tiny, tmp_path: Path) -> None:
     model = load(exported(tiny("q4_k_m"), tmp_path / "x"))
     changed = weights_as_inputs(model)

@@ -32,7 +32,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
     "RmsNorm": ({"epsilon": 1e-6}, [("T", 96), (96,)], [(-1, 96)]),
     "RmsNormRows": ({"epsilon": 1e-6}, [("T", 96), (96,), (5,)], [(-1, 96), (5, 96)]),
     "RmsNormPair": ({"epsilon": 1e-6}, [("T", 96), (96,), ("T", 64), (64,)], [(-1, 160)]),
-    "RopeTables": ({"factor": 1.5}, [("T",), (1,), (16,)], [(2, -1, 16)]),
+    "RopeTables": ({"factor": 1.5}, [("T", 96), (1,), (16,)], [(2, -1, 16)]),
     "GatedDeltaNet": (
         {"k_heads": 2, "v_heads": 4, "head_dim": 32, "conv_kernel": 4, "epsilon": 1e-6},
         [("T", 392), (3 * (4096 + 768),), (1,), (256 * 4 + 8 + 32,)],
