@@ -16,17 +16,13 @@ from onnx import helper, numpy_helper
 from plugins import ops
 
 _MIN_INPUTS = 4
-_ABSENT = "absent."
 
 
 def to_rtx16(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of a model in TensorRT form, in the dialect."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
-    for node in changed.graph.node:
-        if node.domain == ops.DOMAIN:
-            _wrap(node)
-    absent = [name for node in changed.graph.node for name in node.input if name.startswith(_ABSENT)]
+    absent = [name for node in changed.graph.node if node.domain == ops.DOMAIN for name in _wrap(node)]
     changed.graph.initializer.extend(numpy_helper.from_array(np.zeros(1, np.float32), name) for name in absent)
     kept = [opset for opset in changed.opset_import if opset.domain != ops.DOMAIN]
     del changed.opset_import[:]
@@ -34,14 +30,17 @@ def to_rtx16(model: onnx.ModelProto) -> onnx.ModelProto:
     return changed
 
 
-def _wrap(node: onnx.NodeProto) -> None:
+def _wrap(node: onnx.NodeProto) -> list[str]:
+    """The names of the inputs that it has beside its own."""
     rule = update_rule(node)
-    node.input.extend(f"{_ABSENT}{i}.{node.output[0]}" for i in range(len(node.input), _MIN_INPUTS))
+    absent = [f"{node.output[0]}/absent.{i}" for i in range(len(node.input), _MIN_INPUTS)]
+    node.input.extend(absent)
     node.output.extend(f"{node.output[0]}/unused" for _ in range(ops.MAX_OUTPUTS - len(node.output)))
     node.op_type, node.domain = "LinearAttention", ""
     del node.attribute[:]
     for key, value in (("update_rule", rule), ("q_num_heads", 1), ("kv_num_heads", 1)):
         node.attribute.append(helper.make_attribute(key, value))
+    return absent
 
 
 def update_rule(node: onnx.NodeProto) -> str:
