@@ -26,12 +26,14 @@ _FIRST_LOOK = 16
 _LATEST_LOOK = 256
 # While drafting is off: the share of the time that finding out about the head may take if it is never right.
 _TRIAL_SHARE = 0.004
-# A head is judged by so many guesses at least.
-_FEWEST_GUESSES = 4
-# When drafting has been switched off, trials come sooner at first: after so many rounds where drafting had gained at
-# least a plain step, and where a perfect head would make decoding so many times as fast.
-_GAP_AFTER_GAIN = 4
-_GAP_OF_PROMISE, _PROMISE = 20, 1.25
+# When drafting has been switched off, the head gets a first chance after so many rounds if a perfect one would make
+# decoding so many times as fast, and sooner if drafting had gained at least a plain step. It is judged by as many
+# guesses at least, a pass over few rows. Further chances come at gaps that double; after guesses that were mostly wrong
+# where nothing had been gained before, much later.
+_FIRST_GAP, _FIRST_GAP_AFTER_GAIN, _PROMISE = 8, 4, 1.25
+_GROWTH, _GROWTH_WITHOUT_GAIN = 2, 16
+# What a pass of the head over many rows takes against a short one, until one is measured.
+_LONG_PASS = 2.0
 # Gains are counted up to so many plain steps.
 _MOST_GAIN = 20.0
 
@@ -62,9 +64,9 @@ class Controller(Protocol):
     def wants_guesses(self, n: int) -> bool:
         """Asked before `draft_n`: is the head to guess tokens that are known, as `judge` takes them? n: how many."""
 
-    def judge(self, right: Sequence[bool], took_ms: float) -> None:
-        """The head was asked for the tokens after rows that it had yet to take: which of its guesses were right, in the
-        text's order."""
+    def judge(self, right: Sequence[bool], n_rows: int, took_ms: float) -> None:
+        """The head took n_rows rows and was asked for the tokens after the last of them: which of its guesses were
+        right, in the text's order."""
 
 
 class FixedDraft:
@@ -87,7 +89,7 @@ class FixedDraft:
     def wants_guesses(self, n: int) -> bool:
         return False
 
-    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+    def judge(self, right: Sequence[bool], n_rows: int, took_ms: float) -> None:
         """Nothing to learn."""
 
 
@@ -99,10 +101,10 @@ class AdaptiveDraft:
     draft that is no longer made fades towards what is known of the draft before it, so deeper drafts get their chance.
 
     Where the best n is 0, drafting is off. Now and then the head takes the rows that it has missed, and its guesses for
-    the last of them are compared with the text, which needs no verify pass; so rarely that this takes a small share of
-    the time even if no guess is right. The first times come sooner, at gaps that double. Drafting is on again once it
-    is expected to pay. Where there are no guesses to compare, a round of trial does: at the begin of a text, and with
-    engines that do not tell. Trials follow each other while their drafts are accepted.
+    the last of them are compared with the text, which needs no verify pass; soon at first, then so rarely that this
+    takes a small share of the time even if no guess is right. Drafting is on again once it is expected to pay. Where
+    there are no guesses to compare, a round of trial does: at the begin of a text, and with engines that do not tell.
+    Trials follow each other while their drafts are accepted.
     """
 
     def __init__(self, max_n: int, costs: PassCosts | None = None) -> None:
@@ -120,15 +122,18 @@ class AdaptiveDraft:
         self._gain = 0.0  # by drafting since it was last switched on, in plain steps, 0.._MOST_GAIN
         self._is_off = False
         self._trial_at = 0  # the round of the next trial
-        self._trial_gap = 0.0  # rounds to the trial after that, if the share allows it
+        self._trial_gap = 0  # rounds from one to the next, if the share allows it; 0: none planned yet
+        self._has_gained = False  # when drafting was last switched off, there had been a gain by it
         self._trial_n = 0  # drafts of the round under way, if it is a trial
         self._is_hopeful = False  # the last trial had a draft accepted
         self._catch_up = 0.0  # what the head takes to catch up before a trial
         self._guess_cost = 0.0  # what it takes to catch up and guess; 0: not known
+        self._num_known = 0  # guesses that could be judged when last asked
 
     def begin(self) -> None:
         self._acceptance.new_text()
-        self._trial_at, self._trial_gap, self._is_hopeful = self._rounds, 0.0, False
+        self._trial_at, self._trial_gap, self._is_hopeful = self._rounds, 0, False
+        self._has_gained = False
 
     def draft_n(self, limit: int) -> int:
         limit = min(limit, self._max_n)
@@ -141,6 +146,8 @@ class AdaptiveDraft:
         drafting = min(range(1, limit + 1), key=per_token.__getitem__)
         pays = min(per_token[1:]) < per_token[0]
         if self._is_off and not (pays and self._is_hopeful):
+            if 0 < self._num_known < self._first_gap:
+                return 0  # soon there will be guesses
             self._trial_n = drafting
             return drafting
         self._is_off = not pays
@@ -150,16 +157,20 @@ class AdaptiveDraft:
             return min({0, drafting - 1, min(drafting + 1, limit)} - {drafting}, key=self._seen.__getitem__)
         if pays:
             return drafting if per_token[drafting] < per_token[0] else 0
-        self._trial_gap = self._first_gap(drafting)
-        self._gain, self._is_hopeful = 0.0, False
-        self._plan_trial(drafting)
+        self._has_gained, self._gain, self._is_hopeful = self._gain > 1.0, 0.0, False
+        if self._has_gained:
+            self._trial_gap = 0
+        self._plan_trial(drafting, growth=1)
         return 0
 
     def wants_guesses(self, n: int) -> bool:
-        return self._is_off and self._rounds >= self._trial_at and n >= _FEWEST_GUESSES and not self._opening
+        self._num_known = n
+        return self._is_off and self._rounds >= self._trial_at and n >= self._first_gap and not self._opening
 
-    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+    def judge(self, right: Sequence[bool], n_rows: int, took_ms: float) -> None:
         cost, plain = self._costs.of_ms(took_ms), self._costs.by_draft_n()[0]
+        if n_rows <= self._max_n + 1:  # most will take more rows
+            cost = max(self._guess_cost, _LONG_PASS * cost)
         known = self._guess_cost or cost
         self._guess_cost = known + 0.5 * (min(cost, 2 * known + plain) - known)
         for each in right:
@@ -167,7 +178,8 @@ class AdaptiveDraft:
         per_token = self._cost_per_token()
         self._is_off = min(per_token[1:]) >= per_token[0]
         if self._is_off:
-            self._plan_trial(1)
+            is_first = self._trial_gap <= _FIRST_GAP and not self._has_gained
+            self._plan_trial(1, _GROWTH_WITHOUT_GAIN if is_first else _GROWTH)
 
     def observe(self, done: Round) -> None:
         n, costs = done.draft_n, self._costs
@@ -192,7 +204,7 @@ class AdaptiveDraft:
             if self._is_hopeful:
                 self._trial_at = self._rounds
             else:
-                self._plan_trial(self._trial_n)
+                self._plan_trial(self._trial_n, _GROWTH)
 
     def _cost_per_token(self) -> list[float]:
         """Of rounds with 0..max_n drafts, as expected."""
@@ -205,18 +217,15 @@ class AdaptiveDraft:
             per_token.append(cost / tokens)
         return per_token
 
-    def _first_gap(self, n: int) -> float:
-        """Rounds to the first trial, of n drafts, or more if the share of time asks for it."""
-        if self._gain > 1.0:
-            return _GAP_AFTER_GAIN
-        costs = self._costs.by_draft_n()
-        return max(self._trial_gap, _GAP_OF_PROMISE) if (n + 1) * costs[0] > _PROMISE * costs[n] else math.inf
+    @property
+    def _first_gap(self) -> int:
+        return _FIRST_GAP_AFTER_GAIN if self._has_gained else _FIRST_GAP
 
-    def _plan_trial(self, n: int) -> None:
-        """The next one, of n drafts or about as many."""
-        self._trial_gap = self._trial_gap or self._first_gap(n)
+    def _plan_trial(self, n: int, growth: int) -> None:
+        """The next one, of n drafts or about as many, after so many times the gap before it."""
         costs = self._costs.by_draft_n()
         lost = self._guess_cost or costs[n] + self._catch_up - costs[0]
-        loss = lost / costs[0] if costs[0] else 0.0
-        self._trial_at = self._rounds + int(min(self._trial_gap, max(_GAP_AFTER_GAIN, loss / _TRIAL_SHARE)))
-        self._trial_gap *= 2
+        most = max(_FIRST_GAP_AFTER_GAIN, lost / costs[0] / _TRIAL_SHARE if costs[0] else 0.0)
+        has_promise = (self._max_n + 1) * costs[0] > _PROMISE * costs[self._max_n]
+        self._trial_gap = self._trial_gap * growth or self._first_gap
+        self._trial_at = self._rounds + int(min(self._trial_gap, most) if has_promise else most)

@@ -178,11 +178,11 @@ class Generation:
     def _compare_guesses(self) -> None:
         """Let the controller know how good the head would have been."""
         began = self._clock()
-        right = self._head.guesses()
+        n_rows, right = self._head.num_known, self._head.guesses()
         took_ms = 1000.0 * (self._clock() - began)
         self._stats.predicted_ms += took_ms
         if right is not None:
-            self._controller.judge(right, took_ms)
+            self._controller.judge(right, n_rows, took_ms)
 
     def _round(self) -> tuple[list[int], int]:
         """The tokens that the round yields, and how many of them, at the front, are accepted drafts."""

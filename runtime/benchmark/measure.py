@@ -136,8 +136,8 @@ class Recorder:
     def wants_guesses(self, n: int) -> bool:
         return self._controller.wants_guesses(n)
 
-    def judge(self, right: Sequence[bool], took_ms: float) -> None:
-        self._controller.judge(right, took_ms)
+    def judge(self, right: Sequence[bool], n_rows: int, took_ms: float) -> None:
+        self._controller.judge(right, n_rows, took_ms)
 
 
 def measure_prefill(session: Session, prompt: Sequence[int], repeats: int, plain: bool) -> list[float]:

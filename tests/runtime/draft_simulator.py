@@ -30,13 +30,16 @@ class Machine:
     first: float
     draft: float
     off: float = 0.001
-    feed: float = 0.3
-    feed_row: float = 0.0006
-    guess: float = 0.03
+    feed: float = 0.45
+    feed_row: float = 0.0004
+    guess: float = 0.1
     chunk: int = 1024
 
     def draft_cost(self, n: int) -> float:
         return self.first + (n - 1) * self.draft if n else 0.0
+
+    def guess_cost(self, rows: int) -> float:
+        return self.guess + (self.first if rows <= MAX_N + 1 else self.feed + rows * self.feed_row)
 
     def profile(self, max_n: int) -> PassCosts:
         return PassCosts(self.verify[: max_n + 1], tuple(map(self.draft_cost, range(max_n + 1))))
@@ -56,9 +59,9 @@ _MEASURED = _of_ms(1.758, 2.141, 2.196, 2.233, 2.527, 2.555, 2.611, 2.637)
 _AIM = _of_ms(1.758, 1.93, 2.0, 2.05, 2.30, 2.33, 2.37, 2.40)
 GPUS = {
     "measured": Machine(_MEASURED, 0.168, 0.158),
-    "measured, cut head": Machine(_MEASURED, 0.089, 0.077, feed=0.22),
+    "measured, cut head": Machine(_MEASURED, 0.089, 0.077, feed=0.37),
     "aim": Machine(_AIM, 0.168, 0.158),
-    "aim, cut head": Machine(_AIM, 0.089, 0.077, feed=0.22),
+    "aim, cut head": Machine(_AIM, 0.089, 0.077, feed=0.37),
 }
 # A CPU, and one on which even a perfect head gains next to nothing.
 CPUS = {"cpu": linear(0.35, 0.08), "no gain": linear(0.8, 0.1)}
@@ -134,8 +137,9 @@ def simulate(
     done, waiting = 0, 1
     for draft_noise, verify_noise in noise.tolist():
         if guesses and controller.wants_guesses(waiting - 1):
-            guess_ms = (machine.feed + waiting * machine.feed_row + machine.guess) * draft_noise
-            controller.judge([run > 0 for run in runs[max(0, done - min(waiting - 1, MAX_N + 1)) : done]], guess_ms)
+            guess_ms = machine.guess_cost(waiting - 1) * draft_noise
+            right = [run > 0 for run in runs[max(0, done - min(waiting - 1, MAX_N + 1)) : done]]
+            controller.judge(right, waiting - 1, guess_ms)
             outcome.cost, outcome.judged, waiting = outcome.cost + guess_ms, outcome.judged + 1, 1
         n = controller.draft_n(min(limit, len(runs) - done - 1))
         n_accept = min(runs[done], n)

@@ -71,7 +71,7 @@ class Chosen:
     def wants_guesses(self, n: int) -> bool:
         return self.asks and n > 0
 
-    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+    def judge(self, right: Sequence[bool], n_rows: int, took_ms: float) -> None:
         event("guessed")
 
 

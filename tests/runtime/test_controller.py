@@ -68,7 +68,7 @@ def test_never_slower_than_plain_and_close_to_the_best(machine: str, n_tokens: i
         assert best >= 0.97, name
     for name, process in RESTLESS.items():
         plain, best = ratios(lambda: AdaptiveDraft(MAX_N, costs.profile(MAX_N)), costs, process, n_tokens)
-        assert plain >= 0.985 and best >= 0.96, name
+        assert plain >= 0.985 and best >= 0.95, name
 
 
 @pytest.mark.parametrize(("n_tokens", "least"), [(128, 0.98), (1000, 0.99), (5000, 0.99)])

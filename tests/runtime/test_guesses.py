@@ -33,7 +33,7 @@ class Asking(FixedDraft):
     def wants_guesses(self, n: int) -> bool:
         return n >= self.least
 
-    def judge(self, right: Sequence[bool], took_ms: float) -> None:
+    def judge(self, right: Sequence[bool], n_rows: int, took_ms: float) -> None:
         assert took_ms >= 0.0
         self.judged.append(list(right))
 
