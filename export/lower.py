@@ -79,9 +79,10 @@ class _Lowering:
         handlers = {
             "GatedDeltaNet": self._gated_delta_net,
             "GatedAttention": self._gated_attention,
+            "RopeTables": self._rope_tables,
             "SwiGLU": self._swiglu,
         }
-        for node in list(self.graph.nodes):
+        for node in sorted(self.graph.nodes, key=lambda node: node.op == "RopeTables"):  # after the embedding
             if not node.outputs:  # its results are made by a plugin node already
                 continue
             if node.domain == FUNCTION_DOMAIN and node.op in handlers:
@@ -90,8 +91,6 @@ class _Lowering:
                 self._rms_norm(node)
             elif self._is_embedding(node):
                 self._embedding(node)
-        for node in [node for node in self.graph.nodes if node.domain == FUNCTION_DOMAIN and node.op == "RopeTables"]:
-            self._rope_tables(node)
         self._split_leftovers()
         self._drop_identities()
         kept = [tensor for tensor in self.graph.inputs if tensor.name in ("tokens", "rows", "hidden")]
@@ -210,8 +209,7 @@ class _Lowering:
         inv_freq, factor = (tensor.values for tensor in node.inputs[1:])
         bits = gs.Constant("rope.inv_freq_bits", np.ascontiguousarray(inv_freq, np.float64).view(np.int64))
         node.outputs.clear()
-        # Embedded rows, not the tokens: TensorRT copies what comes from outside and two plugins read.
-        inputs = [self.embedded, self.position, bits]
+        inputs = [self.embedded, self.position, bits]  # not the tokens: TensorRT copies inputs that two plugins read
         self._plugin(ops.ROPE_TABLES, node.name, inputs, [self.rope], [node.name], factor=float(factor.item()))
 
     def _gated_delta_net(self, node: gs.Node) -> None:
