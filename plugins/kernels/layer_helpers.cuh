@@ -105,6 +105,8 @@ __device__ __forceinline__ void add_up(const LayerParams& p, Shared& s, int adde
             const int64_t at = token * f.ldy + n;
             const bool stored = n < g.n && (ONE ? lane < kTILE_ROWS || (pair.count == 2 && !g.second) : token < p.t);
             float residual = 0.0f;
+            // a block with few tiles may come here with nothing but the first product behind it
+            if (k == kDOWN) mbarrier_wait(&s.all_clear, 0);
             if (f.residual && stored) {
                 residual = load_now(f.residual + at);
                 if (k == kDOWN) await(f.residual + at, residual);

@@ -37,7 +37,7 @@ cases() { # TOOL N: of every kernel test N cases
   local file which
   for file in tests/kernels/test_*.py; do
     port=$((port + 20))
-    which="not real_shapes and not long_contexts and not 16384 and not large" # those take long even without a checker
+    which="not real_shapes and not long_contexts and not 16384 and not large and not memory_held" # those take long even without a checker
     [ "$1-$(basename "$file")" = racecheck-test_layer.py ] && which="1-tiny or 6-tiny" # see docs/gpu.md
     check "$1" "$(basename "$file" .py)" -m pytest "$file" -m gpu --require-gpu -x -p no:cacheprovider --sample "$2" \
       -k "$which" &

@@ -96,10 +96,12 @@ class RandomLayer:
             args.attention = self.call.args
         return args
 
-    def run(self, x: F32, start: int, flags: int = PDL) -> F32:
+    def run(self, x: F32, start: int, flags: int = PDL, held: int = lib.POISON) -> F32:
+        """``held``: every byte of the workspace before."""
         device, y = lib.put(x), lib.DeviceArray(x.shape, np.float32)
         args = self.arguments(device, y, start, flags)
         work = lib.DeviceArray(lib.kernels().nextn_layer_workspace(ctypes.byref(args)), np.uint8)
+        work.fill(held)
         args.workspace, args.workspace_bytes = work.ptr, work.bytes
         assert lib.kernels().nextn_layer(ctypes.byref(args), None) == 0
         lib.synchronize()

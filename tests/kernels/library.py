@@ -182,7 +182,11 @@ class DeviceArray:
         self._free(self._base)
 
     def poison(self) -> None:
-        check(runtime().cudaMemset(self.ptr, POISON, self.bytes))
+        self.fill(POISON)
+
+    def fill(self, value: int) -> None:
+        """Every byte."""
+        check(runtime().cudaMemset(self.ptr, value, self.bytes))
 
     def host(self) -> NDArray[Any]:
         out = np.empty(self.bytes + _GUARD, np.uint8)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 F32 = NDArray[np.float32]
 ERROR = 1e-3  # of single matrices: 3e-4
 SMALL = Shape(2048, 6144, NetShape(8, 16, 128))  # the persistent kernel's smallest
+FEW_TILES = Shape(2048, 1024, NetShape(4, 8, 128))  # most blocks have no tile of some products
 NINE_B = Shape(4096, 12288, NetShape(16, 32, 128))
 ATTENTION = Shape(4096, 12288, None)
 TYPES = {
@@ -100,6 +101,19 @@ def test_many_launches_in_a_row_give_the_same_bits(rng: np.random.Generator) -> 
         want = layer.run(x, -1, flags=0)
         for _ in range(25):
             assert np.array_equal(layer.run(x, -1), want)
+
+
+@pytest.mark.parametrize("shape", [FEW_TILES, SMALL, Shape(2048, 1024, None), Shape(2048, 6144, None)], ids=str)
+def test_what_memory_held_before_does_not_matter(rng: np.random.Generator, shape: Shape) -> None:
+    """Blocks tell by its value whether a result is there yet: what the layer before left, mostly, is none of theirs."""
+    layer = RandomLayer(rng, shape, repeat=2)
+    start = -1 if shape.net is not None else POSITION
+    for t in (1, 2, 3, 4, 8):
+        x = inputs(rng, t, shape.d)
+        want = layer.run(x, start)
+        for i in range(100):
+            got = layer.run(x, start, held=0x3F if i % 2 else 0xC0)  # 0.75, -6
+            assert np.array_equal(got, want), (t, i)
 
 
 def test_nan_reaches_the_output(rng: np.random.Generator) -> None:
