@@ -98,7 +98,10 @@ class GrammarState:
         if not isinstance(outcome, bytes):
             raise GrammarError(str(outcome), self._field)
         bits = np.frombuffer(outcome, np.uint8)
-        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        mask = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        if not mask.any():
+            raise GrammarError("nothing can follow (no token of this model spells what may)", self._field)
+        return mask
 
     def close(self) -> None:
         """End the process. What is asked afterwards starts another."""

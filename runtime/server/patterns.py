@@ -46,7 +46,7 @@ def string_expressions(schema: Mapping[str, Any]) -> Iterator[str]:
             raise BadKeywordError("pattern", "must be a string")
         yield _whole(schema["pattern"])
     if "format" in schema:
-        if schema["format"] not in FORMATS:
+        if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
             raise BadKeywordError("format", f"only these can be followed in tool calls: {', '.join(FORMATS)}")
         yield FORMATS[schema["format"]]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.errors import UsageError
+from runtime.server.patterns import BadKeywordError, string_expressions
 from runtime.server.tool_calls import TYPES, resolved, schema_types, type_name
 
 # These say nothing of what is valid.
@@ -74,7 +75,9 @@ def limited_types(schema: Any, root: Any) -> set[str]:
 
 def merged(said: Mapping[str, Any], path: str) -> dict[str, Any]:
     """What ``allOf`` and the keywords beside it say together. Raises PathError where two say different things."""
-    parts = [{key: value for key, value in said.items() if key != "allOf"}, *_listed(said, "allOf")]
+    if not isinstance(said["allOf"], list):
+        raise PathError(f"{path}.allOf", "must be a list")
+    parts = [{key: value for key, value in said.items() if key != "allOf"}, *said["allOf"]]
     out: dict[str, Any] = {}
     for part in parts:
         if not isinstance(part, Mapping):
@@ -89,6 +92,23 @@ def overlap(alternatives: Sequence[set[str]]) -> bool:
     """Whether a value may be of two of these sets of types; an empty one holds all."""
     as_numbers = [{"number" if name == "integer" else name for name in types} for types in alternatives]
     return any(not a or not b or a & b for a, b in itertools.combinations(as_numbers, 2))
+
+
+def expressions(said: Mapping[str, Any], path: str) -> list[str]:
+    """What strings have to match. Raises PathError."""
+    try:
+        return list(string_expressions(said))
+    except BadKeywordError as error:
+        raise PathError(f"{path}.{error.keyword}", str(error)) from None
+
+
+def check_bounds(said: Mapping[str, Any], path: str) -> None:
+    """Raises PathError for bounds beside a list that are none."""
+    named_types(said, path)
+    expressions({key: said[key] for key in ("minLength", "maxLength") if key in said}, path)
+    for key in ("minimum", "maximum"):
+        if key in said and (isinstance(said[key], bool) or not isinstance(said[key], (int, float))):
+            raise PathError(f"{path}.{key}", "must be a number")
 
 
 def is_valid(value: Any, said: Mapping[str, Any]) -> bool:

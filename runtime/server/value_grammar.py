@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from runtime.grammar import json_text
-from runtime.server.patterns import BadKeywordError, string_expressions, terminal
+from runtime.server.patterns import terminal
 from runtime.server.tool_calls import END, PARAMETER_END, resolved, schema_types, value_of
 from runtime.server.tool_schemas import (
     KNOWN,
@@ -19,7 +19,9 @@ from runtime.server.tool_schemas import (
     OF_OTHERS,
     WITH_LISTS,
     PathError,
+    check_bounds,
     concerns,
+    expressions,
     is_valid,
     limited_types,
     merged,
@@ -91,6 +93,7 @@ class ValueGrammar:
         unknown = sorted(said.keys() - WITH_LISTS)
         if unknown or {"enum", "const"} <= said.keys():
             raise PathError(f"{path}.{unknown[0] if unknown else 'enum'}", f"cannot be followed beside {key}")
+        check_bounds(said, path)
         for i, value in enumerate(values):
             if not is_valid(value, said):
                 continue
@@ -122,10 +125,7 @@ class ValueGrammar:
 
     def _string(self, said: Mapping[str, Any], path: str) -> str:
         """Text up to the border, which is not read as anything that might not be valid."""
-        try:
-            parts = [terminal(expression) for expression in string_expressions(said)] or ["/(?s:.*)/"]
-        except BadKeywordError as error:
-            raise PathError(f"{path}.{error.keyword}", str(error)) from None
+        parts = [terminal(expression) for expression in expressions(said, path)] or ["/(?s:.*)/"]
         parts.append(f"~{terminal(_HOLDS_A_TAG)}")
         openings = "|".join(_OPENINGS[name] for name in sorted(limited_types(self._whole, self._root)))
         if openings:

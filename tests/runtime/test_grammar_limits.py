@@ -239,6 +239,16 @@ def _status(pid: str) -> str:
         return ""
 
 
+def test_a_mask_of_nothing(compiler: GrammarCompiler) -> None:
+    """A grammar may ask for bytes that no token has."""
+    state = compiler.json_schema({"type": "null"}, "response_format").start()
+    assert isinstance(state._root.outcome, bytes)
+    state._root.outcome = bytes(len(state._root.outcome))
+    with pytest.raises(GrammarError, match="no token") as refused:
+        state.allowed()
+    assert refused.value.field == "response_format"
+
+
 def test_the_process_may_end(compiler: GrammarCompiler) -> None:
     """Another takes its place."""
     assert compiler.json_object()

@@ -36,6 +36,9 @@ MESSAGE = st.one_of(
         }
     ),
 )
+_WORDS = """type properties required items enum const anyOf oneOf allOf not if $ref $defs pattern format minLength
+    maxLength minimum maximum multipleOf additionalProperties minProperties maxProperties title"""
+KEYWORDS = _WORDS.split()
 SCHEMAS = st.sampled_from(
     [
         {},
@@ -48,8 +51,16 @@ SCHEMAS = st.sampled_from(
         {"not": {}},
         {"$ref": "#"},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": ["string", "integer"], "minimum": 5, "maxLength": 3},
+        {"enum": ["a", 1, None], "maxLength": 0},
+        {"oneOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+        {"type": "string", "pattern": "^[[&~]\\d.$|b"},
     ]
-) | st.dictionaries(st.sampled_from(["type", "properties", "required", "items", "enum", "const"]), ODD, max_size=2)
+) | st.dictionaries(
+    st.sampled_from(KEYWORDS),
+    ODD | st.lists(st.dictionaries(st.sampled_from(KEYWORDS), ODD, max_size=2), max_size=2),
+    max_size=3,
+)
 COMMON = {
     "temperature": st.floats(0, 2) | st.sampled_from([0, 1e6]),
     "top_p": st.floats(0, 1),

@@ -9,6 +9,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from runtime.grammar import GrammarCompiler
 from runtime.grammar_state import GrammarError
@@ -19,6 +21,7 @@ from runtime.session import Session
 from tests.exported import Exported
 from tests.runtime.server import Running, serving
 from tests.runtime.serving import open_trained
+from tests.runtime.test_server_fuzz import KEYWORDS, ODD
 
 Export = Callable[[str], Exported]
 TEXT = {"type": "string"}
@@ -88,6 +91,12 @@ REFUSED: list[tuple[Any, str]] = [
     ({"enum": ["c", "a</parameter>b"]}, ".enum[1]"),
     ({"enum": ["a"], "pattern": "b"}, ".pattern"),
     ({"enum": "a"}, ".enum"),
+    ({"enum": ["a"], "minLength": "x"}, ".minLength"),
+    ({"enum": [1], "maximum": "x"}, ".maximum"),
+    ({"enum": [1], "type": {}}, ".type"),
+    ({"allOf": 5}, ".allOf"),
+    ({"allOf": [5]}, ".allOf"),
+    ({"anyOf": [5]}, ".anyOf[0]"),
     ({"const": "</tool_call>"}, ".const"),
     ({"oneOf": [TEXT, {**TEXT, "maxLength": 3}]}, ".oneOf"),
     ({"allOf": [{**TEXT, "maxLength": 4}, {"maxLength": 3}]}, ".allOf"),
@@ -223,6 +232,26 @@ def test_parameters_that_cannot_be_followed_are_named(parameters: Any, path: str
     with pytest.raises(PathError) as refused:
         calls_grammar({4: tool(parameters)}, ("B", "E"), False)
     assert refused.value.path == P + path
+
+
+@settings(deadline=None, max_examples=400, suppress_health_check=list(HealthCheck))
+@given(
+    st.recursive(
+        ODD | st.dictionaries(st.sampled_from(KEYWORDS), ODD, max_size=2),
+        lambda inner: st.dictionaries(
+            st.sampled_from(KEYWORDS),
+            inner | st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["x", "y"]), inner, max_size=2),
+            max_size=4,
+        ),
+        max_leaves=12,
+    )
+)
+def test_whatever_it_is_it_is_followed_or_refused_by_path(schema: Any) -> None:
+    for parameters in (schema, {"properties": {"p": schema, "q": {"$ref": "#/properties/p"}}, "required": ["p"]}):
+        try:
+            calls_grammar({4: tool(parameters)}, ("B", "E"), False)
+        except PathError as error:
+            assert error.path.startswith(P)
 
 
 @pytest.mark.parametrize("key", [" x ", "a b", "a<b", "a=b", "&lt;", "é", "</parameter", '"'])
