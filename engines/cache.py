@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engines.command import Parser, report, run_command, say
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from engines.given_files import home_path
 from engines.manifest import load_manifest
 from engines.work_folders import leftovers, remove_leftovers
 
@@ -30,9 +31,9 @@ _DAY_SECONDS = 86400.0
 def default_cache_dir() -> Path:
     """``$NEXTN_CACHE``, else ``$XDG_CACHE_HOME/nextn-trt``, else ``~/.cache/nextn-trt``."""
     if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given).expanduser()
+        return home_path(Path(given))
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(base if os.path.isabs(base) else Path.home() / ".cache") / CACHE_NAME
+    return (Path(base) if os.path.isabs(base) else home_path(Path("~")) / ".cache") / CACHE_NAME
 
 
 def entry_name(content_key: str, with_draft: bool, draft_head_key: str = "") -> str:
@@ -63,8 +64,10 @@ class Entry:
 
 
 def entries(cache: Path) -> list[Entry]:
-    """Everything in the cache, last used first; what processes are still making is left out."""
-    if not cache.is_dir():
+    """Everything in the cache, last used first; what processes are still making is left out. Raises UsageError."""
+    if (cache.exists() and not cache.is_dir()) or (cache.is_symlink() and not cache.exists()):
+        raise UsageError(f"{cache}: is no folder")
+    if not cache.exists():
         return []
     from export.version import exporter_version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
 import os
@@ -50,13 +51,14 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = EXIT_INTERRUPTED
     except Terminated:
         code = EXIT_TERMINATED
-    except BrokenPipeError:  # nobody reads stdout any more
-        _discard_stdout()
+    except BrokenPipeError:  # nobody reads stdout any more, or stderr
+        _discard(sys.stdout)
+        _discard(sys.stderr)
         code = EXIT_PIPE_CLOSED
     except OSError as error:
-        if error.filename is None:  # a full disk under stdout
-            _discard_stdout()
-            code = report(ResourceError(f"the output cannot be written ({error.strerror or error})"))
+        if error.filename is None:
+            code = report(_of_no_file(error))
+            _discard(sys.stdout)
         else:
             code = report(_of_a_file(error))
     sys.exit(code)
@@ -67,6 +69,12 @@ def end_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _of_no_file(error: OSError) -> NextnError:
+    if error.errno == errno.ENOENT:  # of os.getcwd
+        return UsageError("the current folder is there no more; change to another")
+    return ResourceError(f"the output cannot be written ({error.strerror or error})")  # a full disk under it
 
 
 def _of_a_file(error: OSError) -> NextnError:
@@ -82,7 +90,10 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 def report(error: NextnError) -> int:
     """Print the error; its exit code. What a file had in its names must not speak to the terminal."""
-    print("error:", printable(str(error)), file=sys.stderr)
+    try:
+        print("error:", printable(str(error)), file=sys.stderr, flush=True)
+    except OSError:  # stderr takes nothing: the exit code says it alone
+        _discard(sys.stderr)
     return error.exit_code
 
 
@@ -93,6 +104,7 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
-def _discard_stdout() -> None:
-    """Keep the interpreter from flushing what is left into a stdout that takes nothing."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Keep the interpreter from flushing what is left into a stream that takes nothing."""
+    with contextlib.suppress(OSError):  # one without a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

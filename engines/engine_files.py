@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engines.engine_manifest import ENGINES_NAME, EngineManifest, load_engine_manifest
 from engines.errors import EngineError
+from engines.given_files import real_path
 from engines.manifest import MANIFEST_NAME
 from engines.signals import Terminated
 from engines.work_folders import remove_leftovers, work_name
@@ -49,7 +50,7 @@ class Undone:
 
     def made(self, folder: Path) -> None:
         """``folder`` was not there before."""
-        self._made, self._inode = folder.resolve(), folder.stat().st_ino
+        self._made, self._inode = real_path(folder), folder.stat().st_ino
 
     def __enter__(self) -> Undone:
         return self

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from engines.command import say
 from engines.draft_head import DraftHeadOptions, refuse_for_folder
 from engines.errors import EngineError, UsageError
+from engines.given_files import real_path
 from engines.manifest import load_manifest
 from engines.whole_files import verify_whole
 
@@ -28,7 +29,7 @@ def exported_folder(
     is told of one that was not there before."""
     if model.is_dir():
         refuse_for_folder(draft_head, model)
-        if output is not None and output.resolve() != model.resolve():
+        if output is not None and real_path(output) != real_path(model):
             raise UsageError(f"{model}: is an exported folder, whose engines go into it; leave -o out")
         return model
     if not model.exists():

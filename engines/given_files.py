@@ -1,4 +1,5 @@
-"""Files that a flag or a folder names, read whole, but never more than a bound, and never waited for in vain.
+"""Files that a flag or a folder names, read whole, but never more than a bound, and never waited for in
+vain; and files that a flag has written.
 
 Standard library only; every package reads such files through here.
 """
@@ -44,6 +45,22 @@ def read_stream(file: io.FileIO | BinaryIO, most: int = MOST_BYTES) -> bytes:
     return b"".join(pieces)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; what is no file, a pipe or a device, is written to. Raises OSError."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def given_text(flag: str, path: Path | None, cure: str, most: int = MOST_BYTES) -> str:
     """The text of a file that ``flag`` names ("" where the path says enough), or of stdin. Raises UsageError."""
     name = "stdin" if path is None else f"{flag} {path}".lstrip()
@@ -59,6 +76,22 @@ def given_text(flag: str, path: Path | None, cure: str, most: int = MOST_BYTES) 
 def reason(error: Exception) -> str:
     """Why a file cannot be read, without the number that Python puts before it."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def real_path(path: Path) -> Path:
+    """Without links and dots. Raises UsageError for links that lead to themselves."""
+    found = Path(os.path.realpath(path))
+    if any(each.is_symlink() for each in (found, *found.parents)):
+        raise UsageError(f"{path}: is a link that leads to itself; give another")
+    return found
+
+
+def home_path(path: Path) -> Path:
+    """With the home folder that a ~ stands for. Raises UsageError where there is none."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path}: there is no such home folder; write the path out") from error
 
 
 def open_file(path: Path, regular: bool = False) -> io.FileIO:

@@ -13,6 +13,7 @@ import numpy as np
 
 from engines.draft_head import DraftHeadOptions
 from engines.errors import ResourceError, UsageError, printable
+from engines.given_files import real_path
 from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
 from engines.sizes import size_text
 from engines.whole_files import whole_digests
@@ -202,7 +203,7 @@ def _checked(folder: Path) -> Path:
         os.fspath(folder).encode()
     except UnicodeEncodeError:
         raise UsageError(f"{os.fspath(folder)!a}: the name of the folder is not UTF-8; choose another -o") from None
-    given, folder = folder, folder.resolve()
+    given, folder = folder, real_path(folder)
     if folder in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"{given}: is the current folder or holds it, and cannot be replaced; choose another -o")
     if folder.exists() and not folder.is_dir():
@@ -216,7 +217,7 @@ def _check_disk(folder: Path, file: GGUFFile, config: ModelConfig, draft_head: D
     """Refuse to start what the disk cannot hold."""
     needed = sum(_stored_bytes(file.tensors[name]) for name in config.tensor_names())
     needed += 8 * count_cut_weights(config, draft_head)  # twice, as float32 at the most
-    existing = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.exists())
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ResourceError(

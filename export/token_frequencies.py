@@ -7,7 +7,6 @@ names the vocabulary, then a line "id<TAB>count" for every token that occurs, mo
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 from engines.command import Parser, report, run_command, say
 from engines.draft_head import TABLE_MAGIC, DraftHeadOptions, table_head
 from engines.errors import NextnError, ResourceError, UsageError
-from engines.given_files import given_text, open_file, reason
+from engines.given_files import given_text, open_file, real_path, reason, write_text
 from export.draft_tokens import choose_tokens
 from export.gguf_file import GGUFFile
 from export.tokenizer import build_tokenizer, vocabulary
@@ -46,13 +45,12 @@ def count_tokens(file: GGUFFile, texts: Sequence[Path]) -> np.ndarray:
 
 
 def write_table(file: GGUFFile, counts: np.ndarray, path: Path) -> None:
-    """Write ``counts`` [V] whole or not at all. Raises ResourceError."""
+    """Write ``counts`` [V] whole or not at all. Raises UsageError, ResourceError."""
     order = np.lexsort((np.arange(len(counts)), -counts))[: np.count_nonzero(counts)]
     lines = [table_head(*vocabulary(file)), *(f"{token}\t{counts[token]}" for token in order)]
-    temporary = path.with_name(path.name + ".part")
+    path = real_path(path)
     try:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, "\n".join(lines) + "\n")
     except OSError as error:
         raise ResourceError(f"{path}: cannot be written ({error.strerror}); choose another -o") from error
 

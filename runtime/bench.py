@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
+from engines.given_files import write_text
 from engines.manifest import load_manifest
 from runtime.bench_options import bench_parser, check_options
 from runtime.benchmark.chart import draw
@@ -185,7 +186,7 @@ class _Benchmark:
 
 def _write_json(report: dict[str, Any], path: Path) -> None:
     try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
+from engines.given_files import write_text
 from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
 from runtime.diagnosis import Diagnosis, diagnose
 from runtime.evaluation.measure import LocalModel, Run, suspicious_head
@@ -227,7 +228,7 @@ def _write(path: Path | None, text: str) -> None:
     if path is None:
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import ResourceError, UsageError
+from engines.given_files import write_text
 from engines.manifest import Manifest, load_manifest
 from runtime.command_line import Parser, add_against_argument, run_command, say
 from runtime.cuda import open_device
@@ -171,7 +172,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise ResourceError(f"{path}: the profile cannot be written ({error.strerror})") from error
 

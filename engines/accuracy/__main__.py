@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from engines.command import Parser, report, run_command, say
 from engines.draft_head import add_draft_head_arguments, draft_head_options, refuse_for_folder
 from engines.errors import NextnError, ResourceError, UsageError
-from engines.given_files import given_text
+from engines.given_files import given_text, write_text
 
 if TYPE_CHECKING:
     from engines.accuracy.compare import Comparison
@@ -116,7 +116,7 @@ def _backend(wanted: str) -> tuple[str, str]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
     except OSError as error:
         raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 

@@ -10,14 +10,15 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-from engines.errors import EngineError, UsageError
+from engines.errors import EngineError
 from runtime.evaluation.measure import Run
 from runtime.evaluation.prompts import Prompt
+from runtime.server_address import server_address
 
 _PATH = "/v1/chat/completions"
 _ERROR_CHARACTERS = 300
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,7 @@ class Server:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
-            usable = False
-        if not usable:
-            raise UsageError(f"--server {self.url}: wanted an address as in http://127.0.0.1:8080")
+        server_address("--server", self.url)
 
     @property
     def base(self) -> str:
@@ -109,9 +104,12 @@ class Server:
         request = urllib.request.Request(self.base + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                reply = json.load(answer)
+                content = answer.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise EngineError(f"{self.base}{path}: its answer has more than {_MOST_BYTES >> 20} MiB")
+            reply = json.loads(content)
         except urllib.error.HTTPError as error:
-            text = " ".join(error.read().decode("utf-8", "replace").split())[:_ERROR_CHARACTERS]
+            text = " ".join(error.read(_MOST_BYTES).decode("utf-8", "replace").split())[:_ERROR_CHARACTERS]
             raise EngineError(f"{self.base}{path}: answers {error.code}: {text}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.given_files import home_path
 from runtime.terminal.conversation import Conversation
 
 _SWITCH: dict[str, bool | None] = {"on": True, "off": False, "auto": None}
@@ -98,7 +99,7 @@ class Commands:
     def _file(self, rest: str, act: Callable[[Path], None], done: str) -> None:
         if not rest:
             raise UsageError("a file is missing")
-        path = Path(rest).expanduser()
+        path = home_path(Path(rest))
         act(path)
         self._chat.screen.note(f"{path} {done}: {len(self._chat.messages)} messages")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ResourceError, UsageError
-from engines.given_files import given_text
+from engines.given_files import given_text, real_path
 from runtime.terminal.model import ChatModel, Reply, Settings
 from runtime.terminal.screen import Screen
 
@@ -66,16 +66,22 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write the chat as JSON. A file that is not from this chat is never written over. Raises UsageError,
         ResourceError."""
-        if path.exists() and path.resolve() not in self._own_files:
+        if os.path.lexists(path) and real_path(path) not in self._own_files:
             raise UsageError(f"{path}: exists already; give another name")
         text = json.dumps({"model": self.model.name, "messages": self.all_messages()}, ensure_ascii=False, indent=1)
         try:
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-                file.write(text + "\n")
-            os.replace(file.name, path)
-        except OSError as error:
-            raise ResourceError(f"{path}: cannot be written ({error.strerror or error})") from None
-        self._own_files.add(path.resolve())
+                try:
+                    file.write(text + "\n")
+                    file.close()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except (OSError, ValueError) as error:  # NUL in the path
+            reason = getattr(error, "strerror", None) or error
+            raise ResourceError(f"{path}: cannot be written ({reason})") from None
+        self._own_files.add(real_path(path))
 
     def load(self, path: Path) -> None:
         """Go on with a saved chat in place of this one. Raises UsageError, and changes nothing then."""
@@ -90,7 +96,7 @@ class Conversation:
         if not pairs or any(_role(m) != _ROLES[1 + i % 2] for i, m in enumerate(messages)):
             raise UsageError(f"{path}: wanted a chat of messages and replies in turn")
         self.system, self.messages = system, [_plain(message) for message in messages]
-        self._own_files.add(path.resolve())
+        self._own_files.add(real_path(path))
 
 
 def _role(message: Any) -> str:

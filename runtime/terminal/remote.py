@@ -7,11 +7,11 @@ import json
 import queue
 import socket
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engines.errors import EngineError, NextnError, ResourceError, UsageError
+from runtime.server_address import server_address
 from runtime.terminal.model import Delta, Reply, Settings
 
 _CONNECT_S = 10.0
@@ -24,13 +24,8 @@ class RemoteModel:
 
     def __init__(self, url: str, api_key: str = "") -> None:
         """url: with or without /v1. Asks the server for its model. Raises UsageError, ResourceError, EngineError."""
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            self._host, self._port = parts.hostname or "", parts.port
-        except ValueError:
-            self._host = ""
-        if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.username:
-            raise UsageError(f"--url {url}: wanted the address of a server, as in http://127.0.0.1:8080")
+        parts = server_address("--url", url if "://" in url else f"http://{url}")
+        self._host, self._port = parts.hostname or "", parts.port
         self._secure = parts.scheme == "https"
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._url = f"{parts.scheme}://{parts.netloc}{self._path}"

@@ -379,8 +379,8 @@ def test_a_real_llama_server(tmp_path: Path, draft: list[str]) -> None:
     ("flags", "says"),
     [
         ([], "nothing to evaluate"),
-        (["--server", "localhost:8080"], "wanted an address"),
-        (["--server", "http://h:x"], "wanted an address"),
+        (["--server", "localhost:8080"], "wanted the address"),
+        (["--server", "http://h:x"], "wanted the address"),
         (["--server", "http://h", "--raw"], "--raw"),
         (["M", "-n", 0], "--predict"),
         (["M", "--per-category", -1], "--per-category"),
