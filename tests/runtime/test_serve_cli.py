@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,7 +50,7 @@ def start(exported: Callable[[str], Exported]) -> Iterator[Callable[..., tuple[s
 def test_serves_and_ends_gracefully(start: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("abc\n")
-    process, url = start("--api-key-file", key_file, "--alias", "mine", "--sequences", 2)
+    process, url = start("--api-key-file", key_file, "--alias", "mine", "--sequences", 2, "--spec-type", "draft-mtp")
     assert url.startswith("http://127.0.0.1:")
     headers = {"Authorization": "Bearer abc"}
     with httpx.Client(base_url=url, headers=headers, timeout=WAIT_S) as http:
@@ -65,6 +66,40 @@ def test_serves_and_ends_gracefully(start: Callable[..., tuple[subprocess.Popen[
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
     assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_its_processes_end_with_it(
+    start: Callable[..., tuple[subprocess.Popen[str], str]], number: signal.Signals
+) -> None:
+    """However it ends; those of grammars, one of them at work."""
+    process, url = start("--grace", 0)
+    body = {**QUESTION, "response_format": {"type": "json_object"}, "logit_bias": {"4089": -100, "4091": -100}}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=WAIT_S) as stream:
+        next(stream.iter_lines())
+        mine = children(process.pid)
+        (grammars,) = [pid for pid in mine if b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(children(grammars)) == 1
+        mine += children(grammars)
+        process.send_signal(number)
+        process.wait(WAIT_S)
+    for _ in range(1000):
+        if not any(map(running, mine)):
+            return
+        time.sleep(0.02)
+    raise AssertionError("still there")
+
+
+def children(pid: int) -> list[int]:
+    words = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(word) for path in words for word in path.read_text().split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_replies_past_the_grace_are_told_so(start: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
