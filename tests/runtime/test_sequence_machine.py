@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from runtime.engine_tensorrt import open_engines
 from tests.exported import Exported
+from tests.named_inputs import GEOMETRIES
 from tests.runtime.fake_engines import VOCAB
 from tests.runtime.fake_passes import CONTEXT, MAX_ROWS
 from tests.runtime.fake_tensorrt import install, toy_manifest, write_engines
@@ -25,9 +26,9 @@ def check(backend: Backend) -> None:
     run_state_machine_as_test(lambda: SequenceMachine(backend), settings=SETTINGS)
 
 
-@pytest.mark.parametrize("name", ["trained", "agreeing"])
+@pytest.mark.parametrize("name", ["trained", "agreeing", *GEOMETRIES])
 def test_onnxruntime(exported: Callable[[str], Exported], name: str) -> None:
-    """Two sequences over one pair of sessions, with prefixes kept within budgets of every size."""
+    """Two sequences over one pair of sessions, with prefixes kept within budgets of every size; every geometry."""
     model = exported(name)
     trunk, draft = model.engines(context_size=288, max_rows=6)
     more = trunk.another()
