@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from dataclasses import dataclass
@@ -175,7 +176,9 @@ class _Writer:
             frames.append(self._chunk({"tool_calls": [more]}))
             self._num_calls += 1
         if self._timings:
-            frames = [{**frame, "timings": self._job.stats.timings()} for frame in frames]
+            # The scheduler counts a step's tokens once it has told of them, which may be later than this.
+            so_far = dataclasses.replace(self._job.stats, predicted_n=event.num_tokens)
+            frames = [{**frame, "timings": so_far.timings()} for frame in frames]
         return frames
 
     def _chunk(

@@ -32,6 +32,7 @@ class Piece:
     origins: list[Origin] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    num_tokens: int = 0  # of the reply so far
 
     def __bool__(self) -> bool:
         return bool(self.parts or self.logprobs)
@@ -88,6 +89,7 @@ class ReplyListener:
                 kept = i + 1
                 break
         self._release(piece, final=False)
+        piece.num_tokens = self._num_tokens
         if piece:
             self._post(piece)
         return kept
@@ -101,6 +103,7 @@ class ReplyListener:
                 self._add(self._reply.finish(), piece)
             self._release(piece, final=not self._stops.found)
         self._on_end(self, reason)
+        piece.num_tokens = self._num_tokens
         if piece:
             self._post(piece)
         self._post(End(reason, error))
