@@ -34,7 +34,8 @@ class Adjustments:
     frequency_penalty   -2..2; taken off a token's logit for every time it is in the text (not the prompt)
     presence_penalty    -2..2; taken off once if it is there at all
     logit_bias          token id -> -100..100, added
-    grammar             what it does not allow cannot be chosen; begins after ``grammar_after``, a token, if given
+    grammar             what it does not allow cannot be chosen; begins after ``grammar_after``, a token, if given:
+                        before it the text cannot end
     top_logprobs        None, or how many of the most probable tokens to report: of the logits as the model gave them
     """
 
@@ -95,7 +96,7 @@ class SequenceSampler:
         self._in_prompt = np.bincount(np.asarray(prompt, np.int64), minlength=vocab_size) > 0
         self._bias_ids = np.fromiter(adjustments.logit_bias.keys(), np.int64)
         self._biases = np.fromiter(adjustments.logit_bias.values(), np.float64)
-        self._grammar = _GrammarGate(adjustments) if adjustments.grammar else None
+        self._grammar = _GrammarGate(adjustments, self._ends) if adjustments.grammar else None
         self.logprobs: dict[int, TokenLogprob] = {}  # by place in the text, of the trunk's choices
 
     @property
@@ -190,10 +191,12 @@ class SequenceSampler:
 class _GrammarGate:
     """The grammar's state over a text, which may have to wait for a token that ends a think block."""
 
-    def __init__(self, adjustments: Adjustments) -> None:
+    def __init__(self, adjustments: Adjustments, ends: Collection[int]) -> None:
         assert adjustments.grammar is not None
         self._after = adjustments.grammar_after
-        self._all = np.ones(adjustments.grammar.vocab_size, bool)
+        # A text that ended in its think block would lack what the grammar demands.
+        self._before = np.ones(adjustments.grammar.vocab_size, bool)
+        self._before[list(ends)] = False
         self._state: GrammarState = adjustments.grammar.start()
         self._begin: int | None = 0 if self._after is None else None  # where the grammar's part of the text begins
         self._length = 0  # of the text, without an end token
@@ -221,7 +224,7 @@ class _GrammarGate:
 
     def allowed(self, may_wait: bool) -> np.ndarray:
         if self._begin is None:
-            return self._all
+            return self._before
         return self._state.allowed() if may_wait else self._state.allowed(_PATIENCE_S)
 
     def close(self) -> None:

@@ -254,6 +254,22 @@ def test_a_grammar_that_begins_after_the_thinking(session: Session, compiler: Gr
         assert 0 <= json.loads(tokenizer.decode(text[at + 1 :]))["a"] <= 999
 
 
+@pytest.mark.parametrize("draft_n", (0, 1, 4))
+def test_a_text_does_not_end_before_its_grammar_begins(
+    session: Session, compiler: GrammarCompiler, draft_n: int
+) -> None:
+    """The model would rather end than think on, and rather end its thinking than go on with it."""
+    tokenizer: Tokenizer = session.tokenizer
+    (end_think,) = tokenizer.encode("</think>")
+    bias = {**dict.fromkeys(tokenizer.end_token_ids, 90.0), end_think: 60.0}
+    grammar = compiler.lark('start: "{\\"a\\": " /[0-9]{1,3}/ "}"\n')
+    wanted = Adjustments(grammar=grammar, grammar_after=end_think, logit_bias=bias)
+    prompt = tokenizer.encode("<|im_start|>user\nWhat does len do?<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    text, reason, _ = run(session, prompt, wanted, SamplingParams(temperature=0.0, seed=0), draft_n, n=40)
+    assert text[0] == end_think and reason == "stop"
+    assert 0 <= json.loads(tokenizer.decode(text[1:]))["a"] <= 999
+
+
 def test_grammar_state_goes_back_and_forth(compiler: GrammarCompiler, session: Session) -> None:
     """Any pushes and pops lead to the masks of a fresh state, also from where only an end token may follow."""
     grammar = compiler.json_schema(SCHEMA)
