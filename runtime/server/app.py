@@ -143,10 +143,16 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
         return error.__cause__
     if isinstance(error.__cause__, UnicodeDecodeError):
         return ApiError(400, "the body is no JSON: it is not in UTF-8", code="invalid_json")
+    if isinstance(error.__cause__, ValueError):  # of Python's reader, which bounds the digits of an integer
+        return ApiError(400, "the body has a number of too many digits", code="invalid_json")
     if isinstance(error.__cause__, RecursionError):
         return ApiError(400, "the body is nested too deeply", code="invalid_json")
     if error.status_code == 404:
         return ApiError(404, f"there is no {request.url.path} here", code="not_found")
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        message = f"{request.url.path} takes {allow}, not {request.method}"
+        return ApiError(405, message, code="method_not_allowed", allow=allow)
     return ApiError(error.status_code, str(error.detail), code="http_error")
 
 

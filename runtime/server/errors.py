@@ -12,12 +12,21 @@ RETRY_AFTER_S = 2
 
 
 class ApiError(Exception):
-    """An answer other than 200. param: the field at fault, as a path such as ``messages[0].content``."""
+    """An answer other than 200. param: the field at fault, as a path such as ``messages[0].content``. allow: of a 405,
+    the methods that are served."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry: bool = False,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
+        self.allow = allow
         self.status, self.message, self.param, self.code, self.retry = status, message, param, code, retry
 
     def body(self) -> dict[str, Any]:
@@ -27,6 +36,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.retry else {}
+        headers |= {"Allow": self.allow} if self.allow else {}
         return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
 
 

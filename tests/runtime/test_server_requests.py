@@ -166,7 +166,20 @@ def test_tokenize_there_and_back(server: Running) -> None:
     plain = server.http.post("/tokenize", json={"content": text, "parse_special": False}).json()["tokens"]
     assert len(plain) > len(tokens)
     assert server.refusal("/nowhere")[0] == 404
-    assert server.http.get(CHAT).status_code == 405
+
+
+def test_a_method_that_is_not_served(server: Running) -> None:
+    reply = server.http.get(CHAT)
+    assert (reply.status_code, reply.headers["Allow"]) == (405, "POST")
+    assert reply.json()["error"]["message"] == f"{CHAT} takes POST, not GET"
+    assert server.http.post("/health").headers["Allow"] == "GET"
+
+
+def test_a_number_that_nobody_can_read(server: Running) -> None:
+    content = b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}"
+    reply = server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+    assert "digits" in reply.json()["error"]["message"]
 
 
 def test_health_and_metrics(server: Running) -> None:
