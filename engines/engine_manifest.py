@@ -6,7 +6,6 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -16,10 +15,11 @@ from engines.errors import EngineError
 from engines.given_files import read_bytes, reason
 from engines.kinds import check_kinds
 from engines.manifest import MOST_BYTES, Geometry, check_file_name
+from engines.sealed_json import is_sealed, write_sealed
 
 _DTYPES = ("float32", "float16", "int8", "int32", "int64")
 ENGINES_NAME = "engines.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 # Rows of a draft head's prefill pass that may get logits: so many of its guesses can be compared with the text.
 GUESS_ROWS = 8
 # Verify passes of one row leave their hidden row in so many places in turn.
@@ -121,12 +121,7 @@ class EngineManifest:
 
     def save(self, folder: Path) -> None:
         """Write `engines.json` whole or not at all."""
-        temporary = folder / (ENGINES_NAME + ".part")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / ENGINES_NAME)
+        write_sealed(folder / ENGINES_NAME, asdict(self))
 
     def file(self, folder: Path, role: str) -> Path:
         """Path of an engine. Raises EngineError when it is missing or of another size."""
@@ -155,6 +150,8 @@ def load_engine_manifest(folder: Path) -> EngineManifest:
     found = raw.get("format_version") if isinstance(raw, dict) else None
     if found != FORMAT_VERSION:
         raise EngineError(f"{path}: format {found!r}, wanted {FORMAT_VERSION}; run `python -m engines.build` again")
+    if not is_sealed(raw):
+        raise EngineError(f"{path}: damaged, not what was written; run `python -m engines.build` again")
     try:
         manifest = EngineManifest(
             **{key: raw[key] for key in ("build_key", "content_key", "tensorrt", "tensorrt_version", "plugins")},

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engines.errors import EngineError, printable
 from engines.given_files import read_bytes, reason
+from engines.sealed_json import is_sealed, write_sealed
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MOST_BYTES = 16 << 20  # of a manifest
 _WHOLE_BYTES = 64 << 20
 _FROM_ZERO = ("gdn_layers", "attention_layers", "draft_layer", "end_token_ids", "bos_token_id", "num_heads")
@@ -86,13 +86,8 @@ class Manifest:
         return "run `python -m export` again"
 
     def save(self, folder: Path) -> None:
-        """Write `manifest.json` whole or not at all (temporary name, fsync, rename)."""
-        temporary = folder / (MANIFEST_NAME + ".part")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / MANIFEST_NAME)
+        """Write `manifest.json` whole or not at all."""
+        write_sealed(folder / MANIFEST_NAME, asdict(self))
 
     def file(self, folder: Path, role: str) -> Path:
         """Path of a role's file. Raises EngineError when the folder is incomplete."""
@@ -157,6 +152,8 @@ def load_manifest(folder: Path) -> Manifest:
     if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
         found = raw.get("format_version") if isinstance(raw, dict) else None
         raise EngineError(f"{path}: manifest format {found!r}, wanted {FORMAT_VERSION}; run `python -m export` again")
+    if not is_sealed(raw):
+        raise EngineError(f"{path}: damaged manifest, not what was written; run `python -m export` again")
     try:
         manifest = Manifest(
             model_name=printable(raw["model_name"]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,9 @@ def _given_prompt(options: argparse.Namespace) -> tuple[str | None, list[int]]:
     if options.prompt_ids is not None:
         if options.chat or options.system is not None:
             raise UsageError("--prompt-ids are taken as they are: --chat and --system need a prompt of text")
+        given = options.prompt_ids.strip()
         try:
-            ids = [int(part) for part in options.prompt_ids.replace(",", " ").split()]
+            ids = [int(part) for part in re.split(r"\s*,\s*|\s+", given)] if given.strip(",") else []
         except ValueError:
             raise UsageError(f"--prompt-ids {options.prompt_ids!r}: wanted whole numbers, as in 1,2,3") from None
         if not ids:

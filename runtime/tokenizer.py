@@ -107,8 +107,9 @@ class Tokenizer:
         for start in range(0, len(text), _PIECE_CHARACTERS):
             found += len(self._encode(text[start : start + _PIECE_CHARACTERS], special))
             if found > 2 * most:
+                counted = min(start + _PIECE_CHARACTERS, len(text))
                 raise TooManyTokens(
-                    f"the prompt has {len(text)} characters, some {found * len(text) // (start + _PIECE_CHARACTERS)} "
+                    f"the prompt has {len(text)} characters, some {found * len(text) // counted} "
                     f"tokens, the context holds {most}; shorten it or raise --ctx-size"
                 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engines import cache
 from engines.command import say
 from engines.errors import printable
 from engines.manifest import MANIFEST_NAME, load_manifest
+from engines.sealed_json import write_sealed
 from runtime import generate, inspect
 from tests.known_text import RingText, ring_model
 from tests.runtime.command import run_main
@@ -62,7 +64,7 @@ def test_nor_in_the_list_of_the_cache(tmp_path: Path) -> None:
     run_main(generate.main, model, "--cache-dir", tmp_path / "cache", "--prompt-ids", "4", "-n", 1)
     (folder,) = (tmp_path / "cache").iterdir()
     raw = (folder / MANIFEST_NAME).read_text()
-    (folder / MANIFEST_NAME).write_text(raw.replace("owned", "\\u001b[2J owned"))
+    write_sealed(folder / MANIFEST_NAME, json.loads(raw.replace("owned", "\\u001b[2J owned")))
     run = run_main(cache.main, "--cache-dir", tmp_path / "cache")
     assert run.code == 0 and "owned" in run.out and "\x1b" not in run.out, run
 

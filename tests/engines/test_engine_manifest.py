@@ -19,6 +19,7 @@ from engines.engine_manifest import (
     load_engine_manifest,
 )
 from engines.errors import EngineError
+from engines.sealed_json import write_sealed
 
 
 def manifest() -> EngineManifest:
@@ -65,12 +66,16 @@ def test_unusable_manifests(tmp_path: Path) -> None:
     for text, says in (
         ("{", "unreadable"),
         ("[]", "format None"),
-        (json.dumps({**good, "format_version": 99}), "format 99, wanted 2"),
-        (json.dumps({key: value for key, value in good.items() if key != "weights"}), "incomplete .*weights"),
-        (json.dumps({**good, "options": {"max_rows": 1}}), "incomplete"),
-        (json.dumps({**good, "engines": {"trunk": {"file": "x"}}}), "incomplete"),
+        (json.dumps({**good, "content_key": "d"}), "damaged, not what was written"),
+        ({**good, "format_version": 99}, "format 99, wanted 3"),
+        ({key: value for key, value in good.items() if key != "weights"}, "incomplete .*weights"),
+        ({**good, "options": {"max_rows": 1}}, "incomplete"),
+        ({**good, "engines": {"trunk": {"file": "x"}}}, "incomplete"),
     ):
-        path.write_text(text)
+        if isinstance(text, dict):
+            write_sealed(path, text)
+        else:
+            path.write_text(text)
         with pytest.raises(EngineError, match=f"{says}.*engines.build"):
             load_engine_manifest(tmp_path)
 
@@ -87,7 +92,7 @@ def test_files_stay_in_their_folder(tmp_path: Path, where: str, name: str) -> No
         raw["weights"] = {
             "w": {"shape": [4], "pieces": [{"tensor": "t", "file": name, "offset": 0, "nbytes": 4, "at": 0}]}
         }
-    path.write_text(json.dumps(raw))
+    write_sealed(path, raw)
     with pytest.raises(EngineError, match="is not the name of a file in the folder"):
         load_engine_manifest(tmp_path)
 
@@ -99,6 +104,6 @@ def test_weights_stay_in_their_memory(tmp_path: Path, offset: int, nbytes: int, 
     raw = json.loads(path.read_text())
     piece = {"tensor": "t", "file": "model.gguf", "offset": offset, "nbytes": nbytes, "at": at}
     raw["weights"] = {"w": {"shape": [4], "pieces": [piece]}}
-    path.write_text(json.dumps(raw))
+    write_sealed(path, raw)
     with pytest.raises(EngineError, match=r"a piece of 'w' lies outside of it|'w': pieces: .* is -1"):
         load_engine_manifest(tmp_path)

@@ -17,6 +17,7 @@ import pytest
 
 from engines.errors import EngineError, ModelFileError, ResourceError, UsageError
 from engines.manifest import MANIFEST_NAME, file_digest, load_manifest
+from engines.sealed_json import write_sealed
 from export import exporter, weights
 from export.exporter import export_model
 from export.gguf_file import GGUFFile
@@ -174,7 +175,7 @@ def test_a_damaged_export_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         {**raw, "tokenizer": {**raw["tokenizer"], "end_token_ids": []}},
         {**raw, "tokenizer": {**raw["tokenizer"], "end_token_ids": [None]}},
     ):
-        (folder / MANIFEST_NAME).write_text(json.dumps(broken))
+        write_sealed(folder / MANIFEST_NAME, broken)
         with pytest.raises(EngineError, match="manifest"):
             load_manifest(folder)
     (folder / MANIFEST_NAME).write_text("{")
@@ -191,7 +192,7 @@ def test_files_of_a_manifest_stay_in_their_folder(tiny: Tiny, tmp_path: Path, na
     (tmp_path / "outside").write_bytes(b"12345")
     raw = json.loads((folder / MANIFEST_NAME).read_text())
     raw["files"]["trunk"] = [name, 5]
-    (folder / MANIFEST_NAME).write_text(json.dumps(raw))
+    write_sealed(folder / MANIFEST_NAME, raw)
     with pytest.raises(EngineError, match=rf"incomplete manifest \({name!r} is not the name of a file in the folder\)"):
         load_manifest(folder)
 

@@ -1,4 +1,5 @@
-"""Manifests in which one value is another, or gone: the model opens and works, or it is said to be unusable."""
+"""Manifests in which one value is another, or gone: refused by their seal, which a bit of damage breaks; sealed again,
+the model opens and works, or it is said to be unusable."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engines.engine_manifest import ENGINES_NAME, load_engine_manifest
-from engines.errors import NextnError
-from engines.manifest import MANIFEST_NAME
+from engines.errors import EngineError, NextnError
+from engines.manifest import MANIFEST_NAME, load_manifest
 from engines.memory_plan import plan_memory
+from engines.sealed_json import write_sealed
 from runtime.sampling import SamplingParams
 from runtime.session import open_session
 from runtime.speculative import SpecStats
@@ -52,7 +56,7 @@ def outcomes(file: Path, use: Callable[[], object]) -> tuple[int, int]:
     """How many of the damaged ones work, and how many are refused."""
     whole, counts = json.loads(file.read_text()), [0, 0]
     for changed in damaged(whole):
-        file.write_text(json.dumps(changed))
+        write_sealed(file, changed)
         try:
             use()
             counts[0] += 1
@@ -91,3 +95,25 @@ def test_of_engines(tmp_path: Path) -> None:
 
     work, refused = outcomes(tmp_path / ENGINES_NAME, use)
     assert work >= 20 and refused > 400, (work, refused)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, ENGINES_NAME])
+def test_a_flipped_bit_anywhere(exported: Callable[[str], Exported], tmp_path: Path, name: str) -> None:
+    """A digit that is another one, a list of end tokens with another in it, a name that nothing looks for."""
+    load: Callable[[Path], object] = load_manifest if name == MANIFEST_NAME else load_engine_manifest
+    if name == MANIFEST_NAME:
+        exported("bigram_ring").manifest.save(tmp_path)
+    else:
+        write_engines(tmp_path, toy_manifest())
+    whole, same = (tmp_path / name).read_bytes(), load(tmp_path)
+    other = 0
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << (0 if chr(whole[place]).isdigit() else place % 7)
+        (tmp_path / name).write_bytes(changed)
+        try:
+            assert load(tmp_path) == same  # white space
+        except EngineError as error:
+            assert "\n" not in str(error)
+            other += "not what was written" in str(error)
+    assert other > 100

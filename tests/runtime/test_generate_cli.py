@@ -170,6 +170,8 @@ def test_prompts_that_cannot_be_used(generate: Generate, tmp_path: Path) -> None
     generate("bigram_ring", stdin=b"\n").refused(2, "empty")
     generate("bigram_ring", "--prompt-ids", "").refused(2, "empty")
     generate("bigram_ring", "--prompt-ids", "1,x").refused(2, "1,x")
+    for gap in ("1,,2", "1,", ",1", "1, ,2"):
+        generate("bigram_ring", "--prompt-ids", gap).refused(2, gap, "wanted whole numbers")
     generate("bigram_ring", "--prompt-ids", "1,320").refused(2, "320", "0 to 319")
     generate("bigram_ring", "--prompt-ids=-1").refused(2, "-1")
     generate("bigram_ring", "--prompt-ids", "1", "--chat").refused(2, "--chat")

@@ -206,6 +206,13 @@ def test_what_cannot_fit_is_not_taken_in_whole(trained, monkeypatch, kind):
     assert sum(taken) < 200_000, taken
 
 
+def test_the_tokens_of_a_short_one_too_many_are_told(trained):
+    text = "Explain itertools.chain. " * 4
+    tokens = len(trained.encode(text))
+    with pytest.raises(TooManyTokens, match=rf"100 characters, some {tokens} tokens, the context holds 2; shorten"):
+        trained.encode(text, most=2)
+
+
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("most", [100, 4096])
 def test_what_fits_is_taken_whatever_its_length(trained, kind, most):
