@@ -6,6 +6,7 @@ reads; types, block sizes and dequantisers are the gguf package's.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -19,7 +20,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from engines.errors import ModelFileError, UsageError
+from engines.errors import ModelFileError, ResourceError, UsageError
 from export.gguf_header import Header, parse_header
 
 # A piece of this many values is dequantised at a time: temporaries stay near 100 MiB.
@@ -52,6 +53,8 @@ class GGUFTensor:
         try:
             return np.memmap(self.path, np.uint8, "r", self.offset, (self.num_rows, self.nbytes // self.num_rows))
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise _no_room(self.path, error) from error
             raise ModelFileError(
                 "format", f"{self.path}: tensor {self.name!r} cannot be read any more ({error}); did the file change?"
             ) from error
@@ -210,8 +213,17 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _read_header(path: Path) -> Header:
-    with _opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return parse_header(path, data)
+    with _opened(path) as file:
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise _no_room(path, error) from error
+        with data:
+            return parse_header(path, data)
+
+
+def _no_room(path: Path, error: OSError) -> ResourceError:
+    return ResourceError(f"{path}: cannot be mapped into memory ({error.strerror}); raise the limit (ulimit -v)")
 
 
 def _split_value(path: Path, header: Header, key: str, default: int) -> int:

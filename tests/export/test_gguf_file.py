@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType as T
 from gguf import GGUFValueType as V
 
-from engines.errors import ModelFileError, UsageError
+from engines.errors import ModelFileError, ResourceError, UsageError
 from export.gguf_file import GGUFFile, GGUFTensor
 from tests.export.gguf_bytes import entry, header, key, refusal, text
 from tests.named_inputs import GEOMETRIES
@@ -279,3 +280,17 @@ def test_file_changed_after_opening(tmp_path: Path, tiny: Tiny) -> None:
 def test_named_geometries_open(tiny: Tiny) -> None:
     for name in GEOMETRIES:
         assert GGUFFile.open(tiny(name)).get("general.architecture", str) == "qwen35"
+
+
+def test_no_room_to_map_it(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `ulimit -v`: of the file, not of an output, nor that the file has changed."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    tensor = next(iter(GGUFFile.open(tiny("f32")).tensors.values()))
+    monkeypatch.setattr("export.gguf_file.mmap.mmap", full)
+    monkeypatch.setattr(np, "memmap", full)
+    for use in (lambda: GGUFFile.open(tiny("f32")), tensor.blocks):
+        with pytest.raises(ResourceError, match=r"\.gguf: cannot be mapped into memory \(Cannot allocate memory\)"):
+            use()
