@@ -72,11 +72,7 @@ __device__ __forceinline__ void dot_few(P r0, P r8, const TokenOperand<OPERAND, 
             for (int r = 0; r < 2; ++r) {
                 const uint32_t low0 = w[r].low[4 * h + lh], low1 = w[r].low[4 * h + 2 + lh];
                 const uint32_t high = w[r].high[2 * h + lh];
-                const uint32_t even = high & 0x33333333u, odd = high & 0xccccccccu;
-                a[0][r] = merge_bits<0x0f0f0f0fu>(low0, even << 4);
-                a[1][r] = merge_bits<0x0f0f0f0fu>(low1, odd << 2);
-                a[2][r] = merge_bits<0x0f0f0f0fu>(low0 >> 4, even);
-                a[3][r] = merge_bits<0x0f0f0f0fu>(low1 >> 4, odd >> 2);
+                unpack_quarters(a, r, low0, low1, high);
             }
             each_of<4>([&](auto J) {
                 constexpr int j = decltype(J)::value, s = 8 * h + 2 * j + lh, at = s + kSKIP;

@@ -120,11 +120,7 @@ __device__ __forceinline__ void dot_q6_k(P r0, P r8, const TokenOperand<OPERAND,
             const uint32_t low0 = load_word_2<ALIGNED>(from + 64 * h, select[r]);
             const uint32_t low1 = load_word_2<ALIGNED>(from + 64 * h + 32, select[r]);
             const uint32_t high = load_word_2<ALIGNED>(from + 128 + 32 * h, select[r]);
-            const uint32_t even = high & 0x33333333u, odd = high & 0xccccccccu;
-            a[0][r] = merge_bits<0x0f0f0f0fu>(low0, even << 4);
-            a[1][r] = merge_bits<0x0f0f0f0fu>(low1, odd << 2);
-            a[2][r] = merge_bits<0x0f0f0f0fu>(low0 >> 4, even);
-            a[3][r] = merge_bits<0x0f0f0f0fu>(low1 >> 4, odd >> 2);
+            unpack_quarters(a, r, low0, low1, high);
         }
         each_of<4>([&](auto J) {
             constexpr int j = decltype(J)::value, s = 8 * h + 2 * j + lh;

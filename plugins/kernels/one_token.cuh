@@ -185,11 +185,7 @@ __device__ __forceinline__ float dot_one(P r, int stride8, bool shifted, const O
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 const uint32_t low0 = w[row][4 * h + lh], low1 = w[row][4 * h + 2 + lh], high = w[row][8 + 2 * h + lh];
-                const uint32_t even = high & 0x33333333u, odd = high & 0xccccccccu;
-                a[0][row] = merge_bits<0x0f0f0f0fu>(low0, even << 4);
-                a[1][row] = merge_bits<0x0f0f0f0fu>(low1, odd << 2);
-                a[2][row] = merge_bits<0x0f0f0f0fu>(low0 >> 4, even);
-                a[3][row] = merge_bits<0x0f0f0f0fu>(low1 >> 4, odd >> 2);
+                unpack_quarters(a, row, low0, low1, high);
             }
             const int group = 2 * h + lh;
             int sum[4];
