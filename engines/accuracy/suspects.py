@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from engines.accuracy.graphs import JOINED
 from engines.accuracy.measures import Measure
-
-# A state rounded to bfloat16 is off by 2e-6 of its energy after one pass; heads in another order by about 1.
-_ROUNDING_NMSE = 1e-3
+from engines.evidence import ROUNDING_NMSE
 
 _BY_LEAF = {
     "token_embd": "the embedding: its blocks, or token ids",
@@ -55,7 +53,7 @@ def suspect(measures: Sequence[Measure], layers: bool = False) -> str:
 
 
 def _state(bad: Measure) -> str:
-    if bad.nmse < _ROUNDING_NMSE:
+    if bad.nmse < ROUNDING_NMSE:
         return f"the precision of the recurrent state ({bad.nmse:.1g} of its energy is lost, as by half precision)"
     return "the delta rule: which key head a value head reads, decay, rate, or the slot it starts from"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from runtime.engine import Sampler
+from runtime.grammar import GrammarCompiler
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.scheduler import Job, Scheduler
 from runtime.sequence_sampler import Adjustments, make_sampler
@@ -48,6 +50,12 @@ class Collected:
 
 def open_trained(model: Exported, draft_n_max: int = 3, spec_type: str = "draft-mtp") -> Session:
     return open_session(model.folder, spec=SpecOptions(spec_type, draft_n_max), threads=1, sequences=0)
+
+
+def grammar_compiler(session: Session) -> contextlib.closing[GrammarCompiler]:
+    """As the server has one."""
+    ends = sorted(session.tokenizer.end_token_ids)
+    return contextlib.closing(GrammarCompiler(session.folder, session.manifest.geometry.vocab_size, ends))
 
 
 def sampler_of(

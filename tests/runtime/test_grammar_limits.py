@@ -20,7 +20,7 @@ from runtime.server.service import ServiceOptions
 from runtime.session import Session
 from tests.exported import Exported
 from tests.runtime.server import Running, serving
-from tests.runtime.serving import Collected, open_trained, sampler_of, solo, submit
+from tests.runtime.serving import Collected, grammar_compiler, open_trained, sampler_of, solo, submit
 
 Export = Callable[[str], Exported]
 # A processor time of seconds to minutes for the grammar, or for a mask.
@@ -39,11 +39,8 @@ def session(exported: Export) -> Session:
 
 @pytest.fixture
 def compiler(session: Session) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(
-        session.folder, session.manifest.geometry.vocab_size, sorted(session.tokenizer.end_token_ids)
-    )
-    yield made
-    made.close()
+    with grammar_compiler(session) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from runtime.speculative import Generation, SpecStats
 from runtime.tokenizer import Tokenizer
 from tests.exported import Exported
 from tests.runtime.fake_engines import VOCAB, ToyHead, ToyTrunk, logits_of, next_state
-from tests.runtime.serving import open_trained
+from tests.runtime.serving import grammar_compiler, open_trained
 
 PROMPT = [3, 1, 4, 1, 5]
 END = 12
@@ -180,10 +180,8 @@ def session(exported: Callable[[str], Exported]) -> Session:
 
 @pytest.fixture(scope="module")
 def compiler(session: Session) -> Iterator[GrammarCompiler]:
-    ends = sorted(session.tokenizer.end_token_ids)
-    made = GrammarCompiler(session.folder, session.manifest.geometry.vocab_size, ends)
-    yield made
-    made.close()
+    with grammar_compiler(session) as made:
+        yield made
 
 
 def test_a_library_that_is_too_old(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from runtime.server.tool_schemas import PathError
 from runtime.session import Session
 from tests.exported import Exported
 from tests.runtime.server import Running, serving
-from tests.runtime.serving import open_trained
+from tests.runtime.serving import grammar_compiler, open_trained
 from tests.runtime.test_server_fuzz import KEYWORDS, ODD
 
 Export = Callable[[str], Exported]
@@ -128,10 +128,8 @@ def session(exported: Export) -> Session:
 
 @pytest.fixture(scope="module")
 def compiler(session: Session) -> Iterator[GrammarCompiler]:
-    ends = sorted(session.tokenizer.end_token_ids)
-    made = GrammarCompiler(session.folder, session.manifest.geometry.vocab_size, ends)
-    yield made
-    made.close()
+    with grammar_compiler(session) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
