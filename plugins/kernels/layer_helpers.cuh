@@ -1,6 +1,5 @@
-// The warps of the persistent layer kernel that do not multiply: one brings weights, one clears what the blocks pass to
-// each other and fetches old windows, two add up the consumers' partial sums
-// where rows flow.
+// The warps of the persistent layer kernel that do not multiply: one brings weights; three clear what the blocks pass to
+// each other where rows flow, of which one fetches old windows and two then add up the consumers' partial sums.
 #pragma once
 #include "layer_consumer.cuh"
 

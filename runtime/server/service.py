@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -136,43 +137,31 @@ class Service:
     ) -> tuple[Job, ReplyListener]:
         """Queue a generation. make_listener gets what to call at the end, and the sampler whose log-probabilities to
         show. Raises ApiError, QueueFullError, ClosingError."""
-        try:
-            return self._submit(request, prompt, sampler, max_tokens, make_listener, stable_length)
-        except BaseException:
+        with contextlib.ExitStack() as undo:
             if isinstance(sampler, SequenceSampler):
-                sampler.close()
-            raise
+                undo.callback(sampler.close)
+            if request.spec in (True, "on") and self.session.draft is None:
+                raise bad_field("spec", f"{self.model} runs without a draft head")
+            reports = isinstance(sampler, SequenceSampler) and sampler.reports
 
-    def _submit(
-        self,
-        request: Common,
-        prompt: list[int],
-        sampler: Sampler,
-        max_tokens: int | None,
-        make_listener: Callable[[Callable[[ReplyListener, str], None], SequenceSampler | None], ReplyListener],
-        stable_length: int,
-    ) -> tuple[Job, ReplyListener]:
-        if request.spec in (True, "on") and self.session.draft is None:
-            raise bad_field("spec", f"{self.model} runs without a draft head")
-        reports = isinstance(sampler, SequenceSampler) and sampler.reports
+            def on_end(listener: ReplyListener, reason: str) -> None:
+                self._ended(job, reason, listener.first_token_s)
 
-        def on_end(listener: ReplyListener, reason: str) -> None:
-            self._ended(job, reason, listener.first_token_s)
-
-        listener = make_listener(on_end, sampler if isinstance(sampler, SequenceSampler) and reports else None)
-        job = Job(
-            prompt,
-            sampler,
-            -1 if max_tokens is None else max_tokens,
-            listener,
-            drafting=request.spec not in (False, "off"),
-            save_at=self._save_at(len(prompt), stable_length),
-            timeout_s=self.options.timeout_s,
-        )
-        if self.options.log_prompts:
-            _log.info("prompt: %r", self.tokenizer.decode(prompt, special=True))
-        self.scheduler.submit(job)
-        return job, listener
+            listener = make_listener(on_end, sampler if isinstance(sampler, SequenceSampler) and reports else None)
+            job = Job(
+                prompt,
+                sampler,
+                -1 if max_tokens is None else max_tokens,
+                listener,
+                drafting=request.spec not in (False, "off"),
+                save_at=self._save_at(len(prompt), stable_length),
+                timeout_s=self.options.timeout_s,
+            )
+            if self.options.log_prompts:
+                _log.info("prompt: %r", self.tokenizer.decode(prompt, special=True))
+            self.scheduler.submit(job)
+            undo.pop_all()
+            return job, listener
 
     def _save_at(self, length: int, stable_length: int) -> list[int]:
         step = max(_SAVE_EVERY, -(-length // (_SAVES_PER_PROMPT * 256)) * 256)
