@@ -13,6 +13,7 @@ Every block is random, valid and on disk, tensor types are llama.cpp's for Q4_K_
 
     ... OUT --acceptance 0.783                   the text is the same for every acceptance
     ... OUT --acceptance 0.3 --rewrite-head      change a file: output.weight alone is written
+    ... OUT --acceptance 0.9,0,0.6,0.3 --change-every 250    each for 250 tokens of the text, in turn
     ... --expect 512 --drafts 3                  what a run of 512 tokens after "x" gives, without writing a model
     ... --expect 512 --table FILE                its tokens as a table for --draft-head-table
     ... --expect 512 --write-expected FILE       text and right drafts for `python -m runtime.bench --expect`
@@ -87,6 +88,10 @@ def write_expected(path: Path, text: SyntheticText, last: int, n_tokens: int) ->
     path.write_text(json.dumps({"after": last, "tokens": tokens, "right": right}), encoding="utf-8")
 
 
+def _chances(value: str) -> tuple[float, ...]:
+    return tuple(map(float, value.split(",")))
+
+
 def _pieces(place: TensorPlace) -> list[tuple[int, int]]:
     step = max(1, _PIECE_BYTES // place.row_nbytes)
     return [(first, min(first + step, place.rows)) for first in range(0, place.rows, step)]
@@ -94,10 +99,11 @@ def _pieces(place: TensorPlace) -> list[tuple[int, int]]:
 
 def main(arguments: list[str] | None = None) -> None:
     given = _parser().parse_args(arguments)
-    text = SyntheticText(GEOMETRIES[given.geometry], given.acceptance, given.text_ids)
+    chances = given.acceptance if len(given.acceptance) > 1 else given.acceptance[0]
+    text = SyntheticText(GEOMETRIES[given.geometry], chances, given.text_ids, given.change_every)
     if given.out:
         write_model(given.out, text, given.jobs, given.rewrite_head)
-        print(f"{given.out}: {given.out.stat().st_size / 1e9:.3f} GB, acceptance {text.acceptance}")
+        print(f"{given.out}: {given.out.stat().st_size / 1e9:.3f} GB, acceptance {','.join(map(str, text.chances))}")
     if given.expect:
         last = ord(given.prompt_end)
         run = text.run(last, given.expect, given.drafts)
@@ -118,7 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, metavar="OUT", help="the file to write")
     parser.add_argument("--geometry", choices=GEOMETRIES, default="9b")
-    parser.add_argument("--acceptance", type=float, default=DEFAULT_ACCEPTANCE, metavar="P", help="of each draft")
+    parser.add_argument(
+        "--acceptance", type=_chances, default=(DEFAULT_ACCEPTANCE,), metavar="P[,P...]", help="of each draft"
+    )
+    parser.add_argument(
+        "--change-every", type=int, default=0, metavar="N", help="tokens of the text that each of several P is for"
+    )
     parser.add_argument("--text-ids", type=int, default=DEFAULT_TEXT_IDS, metavar="N", help="ids of the text lie below")
     parser.add_argument("--rewrite-head", action="store_true", help="change the acceptance of the model at OUT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes")

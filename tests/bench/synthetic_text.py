@@ -2,7 +2,8 @@
 
 The trunk's greedy token after t is trunk[t], the draft head's is draft[t], whatever came before. ``trunk`` walks the
 ordinary tokens in cycles; ``draft`` equals it but at a random share 1 - p of the tokens, where it is another one of the
-same cycle. So a draft is right with probability p, independently at every place. NumPy only.
+same cycle. So a draft is right with probability p, independently at every place, and p may change along the text.
+NumPy only.
 """
 
 from __future__ import annotations
@@ -86,15 +87,25 @@ class Run:
 
 @dataclass(frozen=True)
 class SyntheticText:
-    """acceptance: p. ids: the text keeps to tokens below this id, once a printable ASCII character has begun it."""
+    """acceptance: p, or several, each for ``change_every`` tokens of the text, in turn. ids: the text keeps to tokens
+    below this id, once a printable ASCII character has begun it."""
 
     geometry: Geometry
-    acceptance: float
+    acceptance: float | tuple[float, ...]
     ids: int
+    change_every: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.acceptance <= 1 or self.ids < _PRINTABLE.stop:
+        if not all(0 <= p <= 1 for p in self.chances) or not self.chances or self.ids < _PRINTABLE.stop:
             raise ValueError(f"acceptance {self.acceptance}: 0 to 1; ids {self.ids}: {_PRINTABLE.stop} or more")
+        if (len(self.chances) > 1) != (self.change_every > 0):
+            raise ValueError(
+                f"change_every {self.change_every}: 1 or more tokens if there are several acceptances, else 0"
+            )
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        return self.acceptance if isinstance(self.acceptance, tuple) else (self.acceptance,)
 
     @property
     def trunk(self) -> np.ndarray:
@@ -114,7 +125,8 @@ class SyntheticText:
         for cycle in self._cycles():
             rng.shuffle(cycle)
             trunk[cycle] = draft[cycle] = np.roll(cycle, -1)
-            missed = cycle[rng.random(len(cycle)) >= self.acceptance]
+            turns = np.arange(len(cycle)) // max(1, self.change_every) % len(self.chances)
+            missed = cycle[rng.random(len(cycle)) >= np.array(self.chances)[turns]]
             if len(missed) > 1:  # a single one has no other to change places with
                 draft[missed] = trunk[np.roll(missed, -1)]
         return trunk, draft

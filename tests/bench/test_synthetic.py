@@ -93,6 +93,24 @@ def test_the_share_of_right_drafts(acceptance: float) -> None:
     assert 1 + run.draft_n_accepted / run.verify_steps == pytest.approx(expected, rel=0.05)
 
 
+def test_an_acceptance_that_changes_along_the_text() -> None:
+    text = SyntheticText(GEOMETRIES["small"], (0.9, 0.0, 0.5), 6000, 200)
+    assert np.array_equal(text.trunk, SyntheticText(GEOMETRIES["small"], 0.3, 6000).trunk), "the text is the same"
+    tokens = np.array([ord("x"), *text.after(ord("x"), 5399)])
+    right = (text.draft[tokens[:-1]] == tokens[1:]).astype(float)
+    # Where "x" stands within a stretch is chance, so: what share is right of every 100 tokens in a row?
+    shares = np.convolve(right, np.ones(100) / 100, "valid")
+    zero = shares == 0
+    assert shares.max() > 0.82 and zero.mean() == pytest.approx(1 / 6, abs=0.02), "100 of each 600 places"
+    assert right.mean() == pytest.approx(1.4 / 3, abs=0.03)
+    with pytest.raises(ValueError, match="change_every"):
+        SyntheticText(TINY, (0.9, 0.1), IDS)
+    with pytest.raises(ValueError, match="change_every"):
+        SyntheticText(TINY, 0.9, IDS, 5)
+    with pytest.raises(ValueError, match="acceptance"):
+        SyntheticText(TINY, (0.9, -0.1), IDS, 5)
+
+
 def test_the_file(folder: Path, exported) -> None:  # type: ignore[no-untyped-def]
     """A sound GGUF of Q4_K_M's types, all of it data: no tensor is zero or constant, none repeats in another."""
     reader = gguf.GGUFReader(exported(0.625).model)
@@ -136,5 +154,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ] == [*expected.right]
     main([str(tmp_path / "m.gguf"), *flags, "--jobs", "1"])
     assert "acceptance 0.3" in capsys.readouterr().out
+    changing = ["--acceptance", "0.9,0", "--change-every", "7", "--rewrite-head"]
+    main([str(tmp_path / "m.gguf"), *flags[:4], *changing, "--jobs", "1"])
+    assert "acceptance 0.9,0.0" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"acceptance 1\.5"):
         SyntheticText(TINY, 1.5, IDS)
