@@ -20,7 +20,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["export"]):
+from tests.fuzz.instrument import instrumented
+
+with instrumented("export"):
     from engines.errors import ModelFileError, ResourceError, UsageError
     from export.config import load_config
     from export.exporter import TARGETS, export_model
