@@ -11,7 +11,15 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
-from engines.errors import DeviceLostError, NextnError, ResourceError, UsageError, printable, printable_lines
+from engines.errors import (
+    DeviceLostError,
+    EngineError,
+    NextnError,
+    ResourceError,
+    UsageError,
+    printable,
+    printable_lines,
+)
 from engines.signals import Terminated, signals_raise
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -20,6 +28,8 @@ EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
 _WRONG_PATHS = (
     errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EINVAL,
 )  # fmt: skip
+_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+_NO_ROOM = ("failed to map segment", "annot allocate memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,6 +57,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = report(error)
     except MemoryError as error:
         code = report(ResourceError(f"out of memory ({error})" if str(error) else "out of memory"))
+    except ImportError as error:
+        code = report(_of_a_library(error))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except Terminated:
@@ -71,9 +83,18 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _of_a_library(error: ImportError) -> NextnError:
+    reason = str(error).strip().partition("\n")[0]
+    if any(sign in str(error) for sign in _NO_ROOM):  # what the loader says under ulimit -v
+        return ResourceError(f"not enough memory to load {error.name or 'a library'} ({reason})")
+    return EngineError(f"{error.name or 'a library'} does not load ({reason}); install the project again")
+
+
 def _of_no_file(error: OSError) -> NextnError:
     if error.errno == errno.ENOENT:  # of os.getcwd
         return UsageError("the current folder is there no more; change to another")
+    if error.errno in _NO_MORE:
+        return ResourceError(f"the system gives this process no more ({error.strerror}); see `ulimit -a`")
     return ResourceError(f"the output cannot be written ({error.strerror or error})")  # a full disk under it
 
 

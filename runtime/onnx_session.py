@@ -18,6 +18,7 @@ from runtime.engine import SavedState
 CACHE_STEP = 256
 PREFILL_CHUNK = 256
 _MIN_VERSION = (1, 32)
+_NO_MEMORY = ("bad_alloc", "Failed to allocate", "pthread_create failed")  # the last: for the stack of a thread
 
 
 def check_version(version: str) -> None:
@@ -34,7 +35,7 @@ def load_session(path: Path, threads: int) -> ort.InferenceSession:
     # The sessions take turns; a pool that spins after its run would steal the cores of the next one.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"], enable_fallback=0)
     except Exception as error:
         raise _translated(error, f"{path}: cannot be loaded; run `python -m export` again if it is damaged") from error
 
@@ -59,7 +60,7 @@ def run_session(session: ort.InferenceSession, binding: Any) -> None:
 
 def _translated(error: Exception, what: str) -> EngineError | ResourceError:
     """ONNX Runtime's binding raises classes of its own, RuntimeError and MemoryError alike."""
-    if isinstance(error, MemoryError) or "bad_alloc" in str(error) or "Failed to allocate" in str(error):
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
         return ResourceError(f"{what}: not enough memory; use a smaller --ctx-size or model")
     lines = str(error).splitlines() or [type(error).__name__]
     return EngineError(f"{what}: ONNX Runtime says: {lines[0]}")

@@ -23,15 +23,16 @@ from runtime.template_renderer import MEMORY_BYTES, READY, REFUSED, RENDER_S, TE
 def serve(asked: Connection) -> None:
     """Sends READY, then an answer to each question, until the socket closes."""
     asked.send_bytes(READY)
-    limit_memory(MEMORY_BYTES)
+    memory = limit_memory(MEMORY_BYTES)
     while True:
         content = asked.recv_bytes()
         with within(RENDER_S):
-            answer = _answer(content)
+            answer = _answer(content, memory)
         asked.send_bytes(answer)
 
 
-def _answer(content: bytes) -> bytes:
+def _answer(content: bytes, memory: int) -> bytes:
+    """memory: bytes that may be taken."""
     try:
         source, values = json.loads(content)
         template = _compiled(source)
@@ -41,7 +42,7 @@ def _answer(content: bytes) -> bytes:
     except jinja2.TemplateSyntaxError as error:
         return REFUSED + f"line {error.lineno} of the chat template: {error.message}".encode("utf-8", "replace")
     except MemoryError:
-        return REFUSED + f"it takes more than {MEMORY_BYTES >> 20} MiB of memory".encode()
+        return REFUSED + f"it takes more than {memory >> 20} MiB of memory".encode()
     except SecurityError as error:
         return REFUSED + str(error).encode("utf-8", "replace")
     except Exception as error:  # a template is a program: it may fail with anything

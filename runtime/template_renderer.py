@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,14 +14,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engines.errors import EngineError, UsageError
+from engines.errors import EngineError, ResourceError, UsageError
 
 READY, TEXT, REFUSED = b"R", b"T", b"X"
 RENDER_S = 3.0  # processor time
 MEMORY_BYTES = 512 << 20  # beyond what Jinja takes
 _STARTS_WITHIN_S = 120.0  # on a busy machine
 _ANSWERS_WITHIN_S = 120.0  # it is processor time that is bounded
+_ENDS_WITHIN_S = 10.0
 _MOST_ANSWER_CHARACTERS = 300
+TOO_SLOW = f"it takes more than {RENDER_S:.0f} s"
 
 
 def compiled(path: Path, source: str) -> None:
@@ -30,7 +34,7 @@ def compiled(path: Path, source: str) -> None:
 
 
 def rendered(source: str, values: dict[str, Any]) -> str:
-    """The text. Raises UsageError, saying why the template fails."""
+    """The text. Raises UsageError, saying why the template fails; ResourceError when its process was ended."""
     kind, said = _process().ask(source, values)
     if kind != TEXT:
         raise UsageError(f"the chat template cannot render these messages: {_one_line(said)}")
@@ -56,19 +60,20 @@ class _Process:
             try:
                 connection.send_bytes(content)
                 if not connection.poll(_ANSWERS_WITHIN_S):
-                    raise EOFError
+                    self._end()
+                    return REFUSED, TOO_SLOW
                 answer = connection.recv_bytes()
-            except (EOFError, OSError):  # it was ended
-                self._end()
-                return REFUSED, f"it takes more than {RENDER_S:.0f} s"
+            except (EOFError, OSError):
+                return self._ended()
             except BaseException:  # a signal, say: the answer would be taken for that of the next question
                 self._end()
                 raise
         return answer[:1], answer[1:].decode("utf-8", "surrogatepass")
 
     def _started(self) -> Connection:
-        if self._connection is not None:
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
+        self._end()  # of one that was killed meanwhile
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -94,6 +99,18 @@ class _Process:
                 f"the process for chat templates does not start ({sys.executable} -m runtime.template_process)"
             )
         return self._connection
+
+    def _ended(self) -> tuple[bytes, str]:
+        """What its end without an answer means: REFUSED and why. Raises ResourceError when that was not the template."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket is closed
+            self._process.wait(_ENDS_WITHIN_S)
+        code = self._process.returncode
+        self._end()
+        if code == -signal.SIGPROF:
+            return REFUSED, TOO_SLOW
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        raise ResourceError(f"the process for chat templates has ended ({how}): killed, or out of memory; try again")
 
     def _end(self) -> None:
         if self._connection is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -60,6 +61,36 @@ def test_streams_and_folders(tiny: Tiny, tmp_path: Path, line: str, code: int, s
     (tmp_path / "loop").symlink_to("loop")
     found, said = shell(line, tmp_path, tiny("bigram_ring"))
     assert found == code and says in said, (found, said)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (
+            ImportError("/x/onnx.so: failed to map segment from shared object", name="onnx"),
+            6,
+            "not enough memory to load",
+        ),
+        (
+            ImportError("/x/onnx.so: undefined symbol: f\nand more", name="onnx"),
+            4,
+            "onnx does not load (/x/onnx.so: unde",
+        ),
+        (ImportError("No module named 'x'"), 4, "a library does not load"),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            6,
+            "the system gives this process no more (Too many open files)",
+        ),
+        (OSError(errno.EAGAIN, "No more processes"), 6, "the system gives this process no more (No more processes)"),
+        (MemoryError(), 6, "out of memory"),
+    ],
+)
+def test_what_the_system_does_not_give(error: Exception, code: int, says: str) -> None:
+    def main(_: list[str]) -> int:
+        raise error
+
+    run_main(main).refused(code, says)
 
 
 def test_links_to_a_folder_are_followed(tiny: Tiny, tmp_path: Path) -> None:

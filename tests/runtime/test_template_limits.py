@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 from jinja2.sandbox import SecurityError
 
-from engines.errors import UsageError
+from engines.errors import ResourceError, UsageError
 from runtime import template_limits, template_renderer
 from runtime.chat_template import ChatTemplate
 from runtime.template_environment import environment
@@ -146,9 +149,39 @@ def test_a_process_that_was_killed_is_started_again(template: Compile) -> None:
         assert process is not None
         process.send_signal(number)
         process.wait()
-        with pytest.raises(UsageError):
-            chat.render([])
         assert chat.render([]) == "ok"
+
+
+def test_a_process_that_is_killed_at_its_work(template: Compile) -> None:
+    """By the system, for lack of memory: not a fault of the template's."""
+    chat, slow = template("ok"), template(ENDLESS["search"])
+    process = template_renderer._process()._process
+    assert process is not None
+    threading.Timer(0.3, process.kill).start()
+    with pytest.raises(ResourceError, match=r"process for chat templates has ended \(signal 9\): killed, or out of mem"):
+        slow.render([])
+    assert chat.render([]) == "ok"
+
+
+LIMITED = """
+import resource, sys
+from runtime.template_renderer import rendered
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
+print(rendered(sys.argv[2], {}))
+"""
+
+
+def test_less_memory_than_a_template_may_take() -> None:
+    """As under `ulimit -v`: rendered, or refused for what it takes and not for the time."""
+
+    def said(source: str) -> str:
+        command = [sys.executable, "-c", LIMITED, str(400 << 20), source]
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+        return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+    assert said("ok") == "ok"
+    found = re.search(r"UsageError: .* it takes more than (\d+) MiB of memory$", said(GREEDY["+"]))
+    assert found and int(found[1]) < 400
 
 
 def test_values_that_are_no_json(template: Compile) -> None:
