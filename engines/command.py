@@ -9,7 +9,8 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TextIO
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from engines.errors import (
     DeviceLostError,
@@ -35,8 +36,19 @@ _NO_ROOM = ("failed to map segment", "annot allocate memory")
 class Parser(argparse.ArgumentParser):
     """Reports wrong flags as UsageError: one line, exit code 2."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.register("type", Path, _path)  # whatever takes a path
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _path(text: str) -> Path:
+    """As `Path`, but that of nothing is not the current folder: a shell's variable that is not set gives one."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; write . for the current folder")
+    return Path(text)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

@@ -101,7 +101,7 @@ class _Process:
         return self._connection
 
     def _ended(self) -> tuple[bytes, str]:
-        """What its end without an answer means: REFUSED and why. Raises ResourceError when that was not the template."""
+        """What its end without an answer means: REFUSED and why. Raises ResourceError where no template did that."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):  # its socket is closed
             self._process.wait(_ENDS_WITHIN_S)

@@ -45,7 +45,7 @@ class Parsed(Exception):
     """Raised in place of parsing, with the parser."""
 
 
-def flags_of(main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
+def arguments_of(main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch) -> list[argparse.Action]:
     def give(parser: Parser, *given: object) -> NoReturn:
         raise Parsed(parser)
 
@@ -53,7 +53,7 @@ def flags_of(main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Parser, "parse_args", give)
         main([])
     (parser,) = caught.value.args
-    return [each for each in parser._actions if each.option_strings and not isinstance(each, argparse._HelpAction)]
+    return [each for each in parser._actions if not isinstance(each, argparse._HelpAction)]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -61,7 +61,7 @@ def test_any_value(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.chdir(tmp_path)
     main = import_module(name).main
     base = ["absent.gguf", *COMMANDS[name]]
-    flags = flags_of(main, monkeypatch)
+    flags = [each for each in arguments_of(main, monkeypatch) if each.option_strings]
     assert len(flags) > 3 or name.startswith(("export", "engines.trtexec"))
     missing = 4 if name in FOLDERS else 2
     run_main(main, *base).refused(missing, "absent.gguf")
@@ -73,3 +73,15 @@ def test_any_value(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             outcome.refused(outcome.code)
             assert len(outcome.err) < 4000 and "\x1b" not in outcome.err, (given, value[:40])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "engines.cache"])
+def test_an_empty_path(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a shell makes of a variable that is not set: not the current folder."""
+    monkeypatch.chdir(tmp_path)
+    main = import_module(name).main
+    paths = [each for each in arguments_of(main, monkeypatch) if each.type is Path]
+    assert paths
+    for each in paths:
+        given = [f"{each.option_strings[-1]}="] if each.option_strings else [""]
+        run_main(main, *given).refused(2, each.option_strings[-1] if each.option_strings else "", ": an empty path; ")
