@@ -3,6 +3,8 @@ which of them a killed process left behind."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import platform
 import re
@@ -14,6 +16,20 @@ from pathlib import Path
 _LONGEST_NAME = 100  # what is put behind it must fit a file name, too
 # Work takes minutes. What is this old belongs to no process any more, whatever machine shares the folder.
 _LONGEST_WORK_SECONDS = 86400.0
+
+
+@contextlib.contextmanager
+def new_parents_removed(path: Path) -> Iterator[None]:
+    """Where what is done inside fails, the folders above ``path`` that it has made go again, unless something lies in
+    them."""
+    new = list(itertools.takewhile(lambda each: not os.path.lexists(each), path.parents))
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in new:
+                each.rmdir()
+        raise
 
 
 def work_name(name: str, kind: str = "") -> str:

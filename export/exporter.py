@@ -17,7 +17,7 @@ from engines.given_files import real_path
 from engines.manifest import MANIFEST_NAME, Geometry, Manifest, file_digest
 from engines.sizes import size_text
 from engines.whole_files import whole_digests
-from engines.work_folders import names_of, remove_leftovers, work_name
+from engines.work_folders import names_of, new_parents_removed, remove_leftovers, work_name
 from export.blocks import BLOCK_FORMS
 from export.config import ModelConfig, load_config
 from export.draft_head import HEAD_NAME, IDS_NAME, check_options, count_cut_weights, cut_draft_head
@@ -67,18 +67,19 @@ def export_model(
     else:
         _check_disk(folder, file, config, draft_head)
     part = folder.with_name(work_name(folder.name))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder.parent, f"{names_of(folder.name)}({re.escape(_OLD)})?")
-        part.mkdir()
-        manifest = _write_all(file, config, part, target, draft_head, progress)
-        _sync(part)
-        if replaces():
-            _swap(part, folder)
-    except OSError as error:
-        raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with new_parents_removed(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder.parent, f"{names_of(folder.name)}({re.escape(_OLD)})?")
+            part.mkdir()
+            manifest = _write_all(file, config, part, target, draft_head, progress)
+            _sync(part)
+            if replaces():
+                _swap(part, folder)
+        except OSError as error:
+            raise ResourceError(f"{folder}: cannot write the export ({error.strerror or error})") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return manifest
 
 

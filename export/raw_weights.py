@@ -119,7 +119,7 @@ def place_gguf(file: GGUFFile, folder: Path) -> list[str]:
         needed, free = os.path.getsize(source), shutil.disk_usage(folder).free
         if needed > free:
             raise ResourceError(
-                f"{folder}: no hard link to {shard} possible, and a copy needs {size_text(needed, free)}, "
+                f"{shard}: no hard link into {folder.parent} possible, and a copy needs {size_text(needed, free)}, "
                 f"{size_text(free, needed)} are free; free space or choose an -o on the model's own disk"
             )
         shutil.copyfile(source, target)

@@ -18,6 +18,7 @@ from engines.errors import EngineError, ModelFileError, ResourceError, UsageErro
 from engines.evidence import Evidence
 from engines.manifest import MANIFEST_NAME, load_manifest
 from engines.planned_model import PlannedModel
+from engines.work_folders import new_parents_removed
 
 WHOLE_HEAD = DraftHeadOptions()
 
@@ -78,16 +79,17 @@ def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: Draft
     if _is_whole(folder):
         mark_used(folder)
         return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        remove_killed_exports(cache)
-        if folder.exists() and not (folder / MANIFEST_NAME).is_file():
-            shutil.rmtree(folder)
-    except OSError as error:
-        raise ResourceError(
-            f"{cache}: cannot hold the export ({error.strerror or error}); choose another --cache-dir"
-        ) from error
-    _export(model, folder, with_draft, draft_head)
+    with new_parents_removed(folder):
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            remove_killed_exports(cache)
+            if folder.exists() and not (folder / MANIFEST_NAME).is_file():
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise ResourceError(
+                f"{cache}: cannot hold the export ({error.strerror or error}); choose another --cache-dir"
+            ) from error
+        _export(model, folder, with_draft, draft_head)
     return folder
 
 

@@ -26,6 +26,7 @@ from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import Profile
 from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
+from engines.work_folders import new_parents_removed
 from export.config import load_config
 from export.exporter import WHOLE_HEAD, export_model
 from export.gguf_file import GGUFFile
@@ -66,9 +67,10 @@ def prepare(
     if not model.is_file():
         raise UsageError(f"{model}: no such file; give a .gguf file, or a folder that was prepared")
     load_config(GGUFFile.open(model))
-    (folder / CANONICAL).mkdir(parents=True, exist_ok=True)
-    (folder / PLAN_NAME).unlink(missing_ok=True)
-    manifest = export_model(model, folder / CANONICAL, draft_head=draft_head)
+    with new_parents_removed(folder / CANONICAL / "export"):
+        (folder / CANONICAL).mkdir(parents=True, exist_ok=True)
+        (folder / PLAN_NAME).unlink(missing_ok=True)
+        manifest = export_model(model, folder / CANONICAL, draft_head=draft_head)
     fresh = export_model(model, folder / LOWERED, target="tensorrt", draft_head=draft_head)
     weight_bytes.remember(folder / LOWERED, fresh, folder / weight_bytes.FILE_NAME)
     if export is not None:
