@@ -77,7 +77,7 @@ def parse_header(path: Path, data: bytes | mmap.mmap) -> Header:
             raise cursor.broken(f"metadata key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.scalar("<u4", f"the type of {key!r}"), f"metadata key {key!r}")
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise cursor.broken(f"general.alignment is {alignment!r}; wanted a power of two")
     entries = [_tensor_entry(cursor, index) for index in range(num_tensors)]
     data_start = -(-cursor.at // alignment) * alignment
