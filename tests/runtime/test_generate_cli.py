@@ -184,11 +184,23 @@ def test_prompts_that_cannot_be_used(generate: Generate, tmp_path: Path) -> None
     assert generate("bigram_ring", "-p", "w", "--raw", "-n", 2).code == 0  # the next request works
 
 
-@pytest.mark.parametrize("text", ["\0", "a\0b", "\x1b[2J", "\ufeff", "\u202e", "\n" * 50, "é" * 700, "\U0010ffff"])
+@pytest.mark.parametrize(
+    "text",
+    ["\0", "a\0b", "\x1b[2J", "\ufeff", "\ufeffa", "\u202e", "\n" * 50, "é" * 700, "\U0010ffff", "\ufffe\uffff",
+     "a\r\nb\rc", "e" + "\u0301" * 300, "\u05e9\u05dc\u05d5\u05dd \u200f", "\u200b\u200d\u00a0", "\x85\u2028\u2029",
+     "\u1100\u1161\u11a8"],
+)  # fmt: skip
 def test_odd_prompts(generate: Generate, text: str) -> None:
     """Every byte of them is there; nothing is trimmed, cut at a NUL or normalised."""
     result = generate("bigram_ring", "--raw", "-n", 2, "--json", stdin=text.encode() + b"\n").json
     assert b"".join(bytes([token]) for token in result["prompt_tokens"]) == text.encode()
+
+
+@pytest.mark.parametrize("text", ["{{ 7 * 7 }}{% raw %}{# c #}", "{{ x }}", "{% if %}"])
+def test_words_of_templates_in_a_prompt(generate: Generate, text: str) -> None:
+    """A message is a value to the chat template, never part of it."""
+    tokens = generate("bigram_ring", "-p", text, "-n", 2, "--json").json["prompt_tokens"]
+    assert text.encode() in b"".join(bytes([token]) for token in tokens if token < 256)
 
 
 def test_a_line_of_a_megabyte(generate: Generate) -> None:
