@@ -30,7 +30,7 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools # Python 3.11 brings one with a known weakness
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
@@ -127,9 +127,11 @@ trtexec-cmd: $(VENV)/.installed-tensorrt plugins  ## Command lines of trtexec or
 	$(BIN)/python -m engines.build $(MODEL) -o $(OUT)-embedded --embed-weights --kv-cache $(KV_CACHE) $(DRAFT_HEAD)
 	$(BIN)/python -m engines.trtexec $(OUT)-embedded
 
+# ADVISORIES: a checkout of pypa/advisory-database, where no database can be reached.
+ADVISORIES ?=
 audit: $(VENV)/.installed-serve  ## Known weaknesses of the installed dependencies; exit code 2 where no database can be reached.
-	$(BIN)/python -m pip install --quiet pip-audit
-	$(BIN)/python -m tests.audit
+	$(BIN)/python -m pip install --quiet $(if $(ADVISORIES),packaging pyyaml,pip-audit)
+	$(BIN)/python -m tests.audit $(if $(ADVISORIES),--advisories $(ADVISORIES))
 
 FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.installed-test  ## Damaged model files for FUZZ_SECONDS, with bounds on memory and time; goes on from build/fuzz.

@@ -1,15 +1,22 @@
-"""`make audit`: the installed dependencies in public databases of known weaknesses.
+"""`make audit`: the installed dependencies in public databases of known weaknesses, or in a copy of one (ADVISORIES).
 
-Exit codes: 0 all were looked up and none has one; 1 some have; 2 no database knows them all, so nothing is said.
+Exit codes: 0 all were looked up and none has one; 1 some have; 2 no database knows them all, so nothing is said, or the
+copy is too old to say it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from datetime import date
+from pathlib import Path
 from typing import Any
 
+from tests import advisories
+
+MOST_DAYS = 30  # that a copy may be behind
 SERVICES = ("pypi", "osv")  # of pip-audit; what the one does not know, or where it is not reached, the other is asked
 
 
@@ -35,14 +42,48 @@ def _shown(weakness: dict[str, Any]) -> str:
     return f"{weakness['id']}, mended in {', '.join(weakness['fix_versions']) or 'no version yet'}"
 
 
-def main() -> int:
+def look_up_in_copy(folder: Path, today: date) -> int:
+    """Exit code of the copy's answer."""
+    newest = advisories.newest(folder)
+    found = advisories.weaknesses(folder, advisories.installed())
+    if _says_weak(found):
+        return 1
+    age = (today - newest).days
+    print(f"{len(found)} packages looked up in {folder}: no weakness known by {newest}")
+    if age <= MOST_DAYS:
+        return 0
+    print(
+        f"not audited: what became known in the {age} days since then is not in it; bring a newer copy", file=sys.stderr
+    )
+    return 2
+
+
+def _says_weak(found: dict[str, list[str]]) -> bool:
+    for name, weaknesses in found.items():
+        if weaknesses:
+            print(f"{name}: {'; '.join(weaknesses)}")
+    return any(found.values())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.audit", description=__doc__)
+    parser.add_argument("--advisories", type=Path, metavar="FOLDER", help="checkout of pypa/advisory-database")
+    given = parser.parse_args(arguments)
+    if given.advisories is None:
+        return look_up_in_services()
+    try:
+        return look_up_in_copy(given.advisories, date.today())
+    except OSError as error:
+        print(f"not audited: {error}", file=sys.stderr)
+        return 2
+
+
+def look_up_in_services() -> int:
+    """Exit code of the first answer for all packages."""
     refusals = []
     for service in SERVICES:
         found, refusal = look_up(service)
-        weak = {name: weaknesses for name, weaknesses in found.items() if weaknesses}
-        for name, weaknesses in weak.items():
-            print(f"{name}: {'; '.join(weaknesses)}")
-        if weak:
+        if _says_weak(found):
             return 1
         if found and not refusal:
             print(f"{len(found)} packages looked up in {service}: no known weakness")
