@@ -98,7 +98,7 @@ def test_in_the_export_of_a_first_use(tiny: Tiny, tmp_path: Path, number: int, c
     where = ("export.exporter", "write_tokenizer")
     flags = ("--cache-dir", tmp_path / "cache", "-p", "a")
     assert interrupted(number, where, "runtime.generate", tiny("bigram_ring"), *flags).returncode == code
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("where", ["prefill", "verify", "commit"])
