@@ -51,6 +51,14 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def whole_numbers(text: str) -> list[int]:
+    """``1,2,3`` of a flag; without anything none."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: wanted whole numbers, as in 1,2,3") from None
+
+
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command line and leave with its exit code; what it raises becomes one line on stderr."""
     _open_closed_streams()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engines.command import whole_numbers
 from engines.errors import UsageError
 from runtime.benchmark.chart import check_chart_can_be_drawn
 from runtime.command_line import Parser, add_model_arguments
@@ -32,11 +33,14 @@ def bench_parser() -> argparse.ArgumentParser:
         help="most drafts a round, 0: plain decoding only (default: %(default)s, or what the engines take)",
     )
     group.add_argument(
-        "--drafts", type=_numbers, metavar="N,...", help="numbers of drafts to always make (default: 1 to the most)"
+        "--drafts",
+        type=whole_numbers,
+        metavar="N,...",
+        help="numbers of drafts to always make (default: 1 to the most)",
     )
     group.add_argument(
         "--depths",
-        type=_numbers,
+        type=whole_numbers,
         default=list(DEPTHS),
         metavar="N,...",
         help=f"tokens of text before the prompts; those that fit (default: {_shown(DEPTHS)})",
@@ -44,7 +48,7 @@ def bench_parser() -> argparse.ArgumentParser:
     group.add_argument("--fill", action="store_true", help="also as much text before the prompt as the context holds")
     group.add_argument(
         "--prefill",
-        type=_numbers,
+        type=whole_numbers,
         default=list(PREFILL),
         metavar="N,...",
         help=f"lengths of prompts whose reading is timed; empty: none (default: {_shown(PREFILL)})",
@@ -82,8 +86,8 @@ def check_options(options: argparse.Namespace) -> SpecOptions:
         ("--prefill", options.prefill, 1),
     ):
         for value in values:
-            if value < least:
-                raise UsageError(f"{flag} {value}: wanted {least} or more")
+            if not least <= value <= _MOST:
+                raise UsageError(f"{flag} {value}: wanted {least} to {_MOST}")
     if options.drafts and max(options.drafts) > options.spec_draft_n_max:
         raise UsageError(
             f"--drafts {max(options.drafts)}: --spec-draft-n-max allows {options.spec_draft_n_max}; raise it"
@@ -96,13 +100,6 @@ def check_options(options: argparse.Namespace) -> SpecOptions:
         if path and (path.is_dir() or not path.parent.is_dir()):
             raise UsageError(f"{flag} {path}: {'is a folder' if path.is_dir() else 'no such folder'}; give a file name")
     return spec
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: wanted whole numbers, as in 1,2,3") from None
 
 
 def _shown(numbers: tuple[int, ...]) -> str:

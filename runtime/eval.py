@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engines.command import whole_numbers
 from engines.draft_head import draft_head_options
 from engines.errors import ResourceError, UsageError
 from engines.given_files import write_text
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("-s", "--seed", type=int, default=0, metavar="N", help="of sampling (default: %(default)s)")
     group.add_argument(
         "--lengths",
-        type=_lengths,
+        type=whole_numbers,
         default=list(LENGTHS),
         metavar="N,...",
         help=f"tokens of prompts at which length splits end (default: {','.join(map(str, LENGTHS))})",
@@ -105,13 +106,6 @@ def _temperatures(text: str) -> list[float]:
         return list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: wanted numbers, as in 0,0.6") from None
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: wanted whole numbers, as in 128,512") from None
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engines.command import whole_numbers
 from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import ResourceError, UsageError
 from engines.given_files import write_text
@@ -126,7 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m runtime.profile", description="Tell where built engines spend their time.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with built engines")
     parser.add_argument(
-        "--rows", type=_numbers, metavar="N,...", help="tokens of a trunk's pass (default: 1,4; of a profile read: 1)"
+        "--rows",
+        type=whole_numbers,
+        metavar="N,...",
+        help="tokens of a trunk's pass (default: 1,4; of a profile read: 1)",
     )
     parser.add_argument("--position", type=int, default=0, metavar="N", help="tokens before the pass (default: 0)")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="passes (default: %(default)s)")
@@ -140,13 +144,6 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--layer-info", type=Path, metavar="LAYERS.json", help="and check with --exportLayerInfo's")
     group.add_argument("--role", choices=("trunk", "draft"), default="trunk", help="whose it is (default: trunk)")
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: wanted whole numbers, as in 1,4") from None
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -85,3 +85,16 @@ def test_an_empty_path(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for each in paths:
         given = [f"{each.option_strings[-1]}="] if each.option_strings else [""]
         run_main(main, *given).refused(2, each.option_strings[-1] if each.option_strings else "", ": an empty path; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("runtime.bench", ("--drafts", "--depths", "--prefill")), ("runtime.eval", ("--lengths",)),
+     ("runtime.profile", ("--rows",)), ("runtime.generate", ("--prompt-ids",))],
+)  # fmt: skip
+def test_gaps_in_lists(name: str, flags: tuple[str, ...]) -> None:
+    main = import_module(name).main
+    for flag in flags:
+        beyond = ("9" * 30,) if name == "runtime.bench" else ()
+        for value in (",", "1,,2", "1,", ",1", "1, ,2", "1.5", *beyond):
+            run_main(main, "absent.gguf", f"{flag}={value}").refused(2, flag)
