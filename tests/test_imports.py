@@ -56,6 +56,7 @@ ALLOWED = {
         "engines.given_files",
         "engines.sizes",
         "engines.cache",
+        "engines.work_folders",
         "engines.errors",
     ),
 }
