@@ -120,8 +120,9 @@ accuracy: $(VENV)/.installed-accuracy $(if $(GPU),$(VENV)/.installed-tensorrt pl
 	mkdir -p build
 	$(BIN)/python -m engines.accuracy $(MODEL) -o build/accuracy-$(basename $(notdir $(MODEL))) $(ACCURACY)
 
-profile: $(VENV)/.installed-accuracy $(VENV)/.installed-tensorrt $(if $(GPU),engines)  ## Where a pass spends its time, on the GPU; PROFILE: more flags.
-	$(BIN)/python -m runtime.profile $(OUT) $(PROFILE)
+profile: $(VENV)/.installed-accuracy $(VENV)/.installed-tensorrt $(if $(GPU),engines)  ## Where a pass spends its time, on the GPU: build/profile.json and .png too; PROFILE: more flags.
+	mkdir -p build
+	$(BIN)/python -m runtime.profile $(OUT) --json build/profile.json --chart build/profile.png $(PROFILE)
 
 trtexec-cmd: $(VENV)/.installed-tensorrt plugins  ## Command lines of trtexec or tensorrt_rtx, for engines with their weights inside.
 	$(BIN)/python -m engines.build $(MODEL) -o $(OUT)-embedded --embed-weights --kv-cache $(KV_CACHE) $(DRAFT_HEAD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,9 +13,10 @@ LOGITS, HEAD_LOGITS = "logits", "head logits"
 ROUNDING_NMSE = 1e-3
 # An explanation is one if the place is so much nearer to it.
 _EXPLAINED = 1e-2
+_KEPT = {"state": "the recurrent state", "conv": "the convolution's window"}
 _SUSPECTS = {
     "conv": "what the delta net is given: its input products or norm",
-    "state": "the delta rule: which key head a value head reads, decay, rate",
+    "state": "the delta rule (which key head a value head reads, decay, rate) or the convolution before it",
     "value_cache": "what attention is given: its input products or norm",
     "key_cache": "rope (position, frequencies, pairs) or the key norm",
     LOGITS: "the last norm or the LM head",
@@ -50,17 +51,50 @@ class Evidence:
         """What a build shows of these places, each of as many values. limit: the NMSE that rounding may come to."""
         return [self._place(name, shown[name], limit) for name in self.places if name in shown]
 
+    def after_the_last(self) -> Evidence:
+        """For a build that shows the last token's logits alone."""
+        places = {name: _last(name, values) for name, values in self.places.items()}
+        others = {
+            name: {fault: _last(name, values) for fault, values in each.items()}
+            for name, each in self.explanations.items()
+        }
+        return replace(self, places=places, explanations=others)
+
     def _place(self, name: str, got: np.ndarray, limit: float) -> Place:
         want = self.places[name]
         if got.size != want.size:
             return Place(name, float("inf"), False)
         got = got.astype(np.float64).reshape(want.shape)
         nmse = _nmse(got, want)
+        if nmse < ROUNDING_NMSE and (rounded := rounded_state(name, got, want)):
+            return Place(name, nmse, False, rounded)
         if nmse <= limit:
             return Place(name, nmse, True)
         others = {fault: _nmse(got, other) for fault, other in self.explanations.get(name, {}).items()}
         best = min(others, key=others.__getitem__, default="")
         return Place(name, nmse, False, best if best and others[best] <= _EXPLAINED * nmse else "")
+
+
+def rounded_state(name: str, got: np.ndarray, want: np.ndarray) -> str:
+    """What is kept in half precision, if all values are some of that type where the reference's are not; "" otherwise.
+    Engines round activations as coarsely, so that an error as small as this tells nothing."""
+    what = _KEPT.get(name.rsplit(".", 1)[-1])
+    if what is None or not got.any():
+        return ""
+    for kind, mantissa in (("bfloat16", 7), ("float16", 10)):
+        if _are_of(got, mantissa).all() and _are_of(want.astype(np.float32), mantissa).mean() < 0.5:
+            return f"the precision of {what}: every value of it is a {kind}"
+    return ""
+
+
+def _are_of(values: np.ndarray, mantissa: int) -> np.ndarray:
+    """Which values need no more than so many bits after the first."""
+    scaled = np.ldexp(np.frexp(values)[0], mantissa + 1)
+    return np.asarray(scaled == np.rint(scaled))
+
+
+def _last(name: str, values: np.ndarray) -> np.ndarray:
+    return values[-1:] if name in (LOGITS, HEAD_LOGITS) else values
 
 
 def _nmse(got: np.ndarray, want: np.ndarray) -> float:
@@ -76,10 +110,10 @@ def first_off(places: Sequence[Place]) -> list[str]:
     place, leaf = places[index], places[index].name.rsplit(".", 1)[-1]
     if place.explanation:
         suspect = f"{place.explanation} (which explains it)"
-    elif leaf == "state" and place.nmse < ROUNDING_NMSE:
-        suspect = "the precision of the recurrent state (half precision?)"
     else:
         suspect = _SUSPECTS[leaf]
-        if leaf in ("conv", "value_cache", LOGITS) and index:
-            suspect += f", or what comes after {places[index - 1].name}"
+        if leaf == "state" and place.nmse < ROUNDING_NMSE:
+            suspect += ", or their precision"
+        if leaf in ("conv", "value_cache", LOGITS):
+            suspect += f", or what comes after {places[index - 1].name}" if index else ", or the embedding"
     return [f"{place.name} is not what the model's equations give (NMSE {place.nmse:.1e}); suspect {suspect}"]

@@ -24,6 +24,7 @@ GROUPED = (
     "the order of value heads: each group reads one key head, as in the original checkpoints, where a GGUF's take turns"
 )
 REORDERED = "the order of value heads: rows of the file are in another"
+BEHIND = "the convolution's window, which is a token behind"
 LATE = "rope: positions are off by one"
 NEXT_PAIR = "rope: each pair turns with the frequency of the next one"
 NEIGHBOURS = "rope: neighbours are pairs, where halves should be"
@@ -101,7 +102,10 @@ class _Witness:
         rate = 1 / (1 + np.exp(-beta))
         of_head = np.arange(heads)
         rows = self._places[name + "conv"] = padded[len(x) :]
-        self._explanations[name + "conv"] = _in_other_orders(rows, 2 * keys * dim, keys, heads // keys)
+        self._explanations[name + "conv"] = {
+            **_in_other_orders(rows, 2 * keys * dim, keys, heads // keys),
+            BEHIND: padded[len(x) - 1 : -1],
+        }
         self._places[name + "state"], out = _delta_rule(query, key, value, decay, rate, of_head % keys)
         if heads != keys:
             grouped, _ = _delta_rule(query, key, value, decay, rate, of_head // (heads // keys))

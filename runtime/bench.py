@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from engines.draft_head import draft_head_options
-from engines.errors import ResourceError, UsageError
-from engines.given_files import write_text
+from engines.errors import UsageError
 from engines.manifest import load_manifest
+from engines.report_files import json_text, write_report
 from runtime.bench_options import bench_parser, check_options
 from runtime.benchmark.chart import draw
 from runtime.benchmark.expected import Expected, load_expected
@@ -56,8 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     load_s = time.perf_counter() - began
     report = {**_Benchmark(session, options, gpu).report(), "machine": machine, "load_s": round(load_s, 3)}
-    if options.json:
-        _write_json(report, options.json)
+    write_report(options.json, json_text(report, indent=1) + "\n")
     if options.chart:
         draw(report, options.chart)
     say(table(report))
@@ -182,13 +179,6 @@ class _Benchmark:
                     self._gpu.sample()
 
             yield done
-
-
-def _write_json(report: dict[str, Any], path: Path) -> None:
-    try:
-        write_text(path, json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":

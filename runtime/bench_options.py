@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engines.command import whole_numbers
 from engines.errors import UsageError
+from engines.report_files import check_places
 from runtime.benchmark.chart import check_chart_can_be_drawn
 from runtime.command_line import Parser, add_model_arguments
 from runtime.session import DRAFT_N_DEFAULT, SpecOptions
@@ -96,9 +97,7 @@ def check_options(options: argparse.Namespace) -> SpecOptions:
         raise UsageError(f"--bandwidth {options.bandwidth:g}: wanted GB/s above 0")
     if options.chart:
         check_chart_can_be_drawn()
-    for flag, path in (("--json", options.json), ("--chart", options.chart)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"{flag} {path}: {'is a folder' if path.is_dir() else 'no such folder'}; give a file name")
+    check_places(json=options.json, chart=options.chart)
     return spec
 
 

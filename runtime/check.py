@@ -13,7 +13,6 @@ Exit codes: 0 passed, 1 failed (SPEC_AGREE below 1, another state, another build
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from engines.draft_head import draft_head_options
 from engines.errors import UsageError
 from engines.given_files import given_text
+from engines.report_files import json_text
 from runtime.agreement import HARDLY_ANY, SUSPICIOUS_ACCEPTANCE, Report, compare, sampled_prompts
 from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
 from runtime.diagnosis import diagnose
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             "state_faults": [asdict(fault) for fault in faults],
             "against": diagnosis.as_dict() if diagnosis else None,
         }
-        say(json.dumps({**about, **report.as_dict()}))
+        say(json_text({**about, **report.as_dict()}))
     else:
         say(_table(session, report, options))
         told = "of a pass, whatever part of it is kept: " + ("as of one-token passes" if not faults else "other bits")

@@ -9,7 +9,6 @@ Exit codes: 0 done, 1 a text with drafts was another, or the build is (--against
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +18,8 @@ from tqdm import tqdm
 
 from engines.command import whole_numbers
 from engines.draft_head import draft_head_options
-from engines.errors import ResourceError, UsageError
-from engines.given_files import write_text
+from engines.errors import UsageError
+from engines.report_files import check_places, json_text, write_report
 from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
 from runtime.diagnosis import Diagnosis, diagnose
 from runtime.evaluation.measure import LocalModel, Run, suspicious_head
@@ -49,9 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     session = None if options.model is None else _open(options)
     evaluation = _Evaluation(options, prompts, session, list(zip(servers, models, strict=True)))
     report = evaluation.report()
-    _write(options.json, json.dumps(report, indent=1) + "\n")
-    _write(options.csv, as_csv(evaluation.runs))
-    _write(options.html, page(report))
+    write_report(options.json, json_text(report, indent=1) + "\n")
+    write_report(options.csv, as_csv(evaluation.runs))
+    write_report(options.html, page(report))
     say(table(report))
     if evaluation.diagnosis:
         say(f"  build: {evaluation.diagnosis}")
@@ -124,10 +123,7 @@ def _check(options: argparse.Namespace) -> None:
         SamplingParams(temperature=temperature, seed=options.seed).resolved()
     if options.seed < 0:
         raise UsageError(f"--seed {options.seed}: wanted 0 or more, the same for all")
-    for name in ("json", "csv", "html"):
-        path = getattr(options, name)
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"--{name} {path}: {'is a folder' if path.is_dir() else 'no such folder'}; name a file")
+    check_places(json=options.json, csv=options.csv, html=options.html)
 
 
 def _open(options: argparse.Namespace) -> Session:
@@ -216,15 +212,6 @@ class _Evaluation:
             else:
                 self._left_out.append(f"{prompt.place}: {len(ids)} tokens, more than the context has room for")
         return found
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":

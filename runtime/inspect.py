@@ -7,7 +7,6 @@ Exit codes: 1 that build is not what the file's equations give, others as runtim
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry
 from engines.memory_plan import MemoryPlan, plan_memory
 from engines.planned_model import PlannedModel
+from engines.report_files import json_text
 from runtime.command_line import Parser, run_command, say
 from runtime.cuda import free_and_total_bytes, open_device
 from runtime.diagnosis import diagnose
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     cards, note = _cards(options)
     report = _report(described(options.model, options.ctx_size), cards, note)
     report["build"] = None if options.build is None else _build(options.build, options.model)
-    say(json.dumps(report, indent=1) if options.json else table(report))
+    say(json_text(report, indent=1) if options.json else table(report))
     return EXIT_FAILED if report["build"] and report["build"]["faults"] else 0
 
 

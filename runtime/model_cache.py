@@ -72,10 +72,15 @@ def evidence_of(model: Path, tokens: Sequence[int]) -> Evidence:
         return give_evidence(model, tokens, bar.update)
 
 
-def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: DraftHeadOptions) -> Path:
+def content_key_of(model: Path) -> str:
+    """What an export's manifest says of the .gguf that it was made from. Raises ModelFileError."""
     from export.gguf_file import GGUFFile
 
-    folder = cache / entry_name(GGUFFile.open(model).content_key(), with_draft, draft_head.key())
+    return GGUFFile.open(model).content_key()
+
+
+def _cached_export(model: Path, cache: Path, with_draft: bool, draft_head: DraftHeadOptions) -> Path:
+    folder = cache / entry_name(content_key_of(model), with_draft, draft_head.key())
     if _is_whole(folder):
         mark_used(folder)
         return folder

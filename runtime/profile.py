@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 
 from engines.command import whole_numbers
 from engines.engine_manifest import EngineManifest, load_engine_manifest
-from engines.errors import ResourceError, UsageError
-from engines.given_files import write_text
+from engines.errors import UsageError
 from engines.manifest import Manifest, load_manifest
+from engines.report_files import check_places, json_text, write_report
 from runtime.command_line import Parser, add_against_argument, run_command, say
 from runtime.cuda import open_device
 from runtime.diagnosis import diagnose
@@ -47,8 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = _read(options, manifest, engines) if options.trtexec else _measured(options, manifest)
     against = diagnosis.as_dict() if diagnosis else None
     report = {"format": FORMAT, "model": manifest.model_name, **report, "against": against}
-    if options.json:
-        _write(options.json, json.dumps(report, indent=1) + "\n")
+    write_report(options.json, json_text(report, indent=1) + "\n")
     if options.chart:
         draw(report, options.chart)
     say(table(report))
@@ -162,16 +160,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--layer-info: belongs to a profile; give --trtexec too")
     if options.chart:
         check_chart_can_be_drawn()
-    for path in (options.json, options.chart):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"{path}: {'is a folder' if path.is_dir() else 'no such folder'}; name a file")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ResourceError(f"{path}: the profile cannot be written ({error.strerror})") from error
+    check_places(json=options.json, chart=options.chart)
 
 
 if __name__ == "__main__":

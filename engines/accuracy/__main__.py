@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.command import Parser, report, run_command, say
 from engines.draft_head import add_draft_head_arguments, draft_head_options, refuse_for_folder
-from engines.errors import NextnError, ResourceError, UsageError
-from engines.given_files import given_text, write_text
+from engines.errors import NextnError, UsageError
+from engines.given_files import given_text
+from engines.report_files import check_places, json_text, write_report
 
 if TYPE_CHECKING:
     from engines.accuracy.compare import Comparison
@@ -47,9 +47,7 @@ def _run(given: argparse.Namespace) -> int:
     from engines.accuracy.scripts import print_measures
     from engines.accuracy.verdict import Verdict
 
-    if given.json and (given.json.is_dir() or not given.json.parent.is_dir()):
-        what = "is a folder" if given.json.is_dir() else "no such folder"
-        raise UsageError(f"--json {given.json}: {what}; name a file")
+    check_places(json=given.json)
     folder = _folder(given)
     plan, manifest = load_plan(folder)
     backend, why = _backend(given.backend)
@@ -71,7 +69,7 @@ def _run(given: argparse.Namespace) -> int:
     say(verdict.summary())
     if given.json:
         report = {"model": manifest.model_name, **verdict.as_dict(backend, plan)}
-        _write(given.json, json.dumps(report, indent=1) + "\n")
+        write_report(given.json, json_text(report, indent=1) + "\n")
     if given.commands:
         say("\n".join(commands(folder, plan, manifest)))
     return 0 if verdict.passed else EXIT_FAILED
@@ -112,13 +110,6 @@ def _backend(wanted: str) -> tuple[str, str]:
         return wanted, ""
     missing = gpu_missing()
     return ("oracle", f" ({missing}: each op by its meaning)") if missing else ("tensorrt", "")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 
 
 def _parser() -> argparse.ArgumentParser:

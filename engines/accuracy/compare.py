@@ -26,6 +26,7 @@ from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import Profile
 from engines.errors import EngineError, UsageError
 from engines.manifest import Manifest, load_manifest
+from engines.whole_files import verify_whole
 from engines.work_folders import new_parents_removed
 from export.config import load_config
 from export.exporter import WHOLE_HEAD, export_model
@@ -113,7 +114,7 @@ def compare(
     Raises EngineError."""
     plan, manifest = load_plan(folder)
     plan = replace(plan, lowering=lowering or plan.lowering)
-    with _quiet():
+    with quiet():
         for role in [only] if only else roles_of(manifest):
             feeds, outputs = load_feeds(folder / f"{role}.npz"), outputs_of(folder, role)
             if reference or not outputs.is_file():
@@ -143,15 +144,18 @@ def inside_layer(folder: Path, backend: str, bad: Comparison) -> Comparison | No
 def damaged_weights(folder: Path) -> tuple[list[weight_bytes.Damage], int]:
     """Of a prepared folder: what engines would read that is not the model's, and how many tensors were looked at.
 
-    Raises EngineError."""
+    Raises EngineError, also for bytes that only the equations would take from a damaged file."""
     _, manifest = load_plan(folder)
-    return weight_bytes.damages(folder / LOWERED, manifest, folder / weight_bytes.FILE_NAME)
+    found, count = weight_bytes.damages(folder / LOWERED, manifest, folder / weight_bytes.FILE_NAME)
+    if not found:
+        verify_whole(folder / LOWERED, manifest)
+    return found, count
 
 
 def run_reference(folder: Path) -> None:
     """ONNX Runtime's side of a prepared folder, for a machine without it. Raises EngineError."""
     _, manifest = load_plan(folder)
-    with _quiet():
+    with quiet():
         for role in roles_of(manifest):
             _run_reference(folder, role, load_feeds(folder / f"{role}.npz"))
 
@@ -191,7 +195,7 @@ def limits(plan: Plan) -> Profile:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Polygraphy's own log at its errors; what it raises is told by us."""
     try:
         with G_LOGGER.verbosity(G_LOGGER.CRITICAL):

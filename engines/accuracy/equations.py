@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from polygraphy.comparator import RunResults
 
-from engines.accuracy.compare import outputs_of
+from engines.accuracy.compare import outputs_of, quiet
 from engines.accuracy.inputs import load_feeds
 from engines.accuracy.measures import reference_state
 from engines.accuracy.plan import LOWERED, load_plan, roles_of
@@ -44,5 +44,6 @@ def against_equations(folder: Path) -> list[Place]:
 
 
 def _first_pass(folder: Path, role: str) -> dict[str, np.ndarray]:
-    ((_, passes),) = RunResults.load(str(outputs_of(folder, role))).items()
+    with quiet():
+        ((_, passes),) = RunResults.load(str(outputs_of(folder, role))).items()
     return {name: np.asarray(value) for name, value in passes[0].items()}

@@ -12,6 +12,7 @@ import numpy as np
 from engines.accuracy import int8_rows
 from engines.accuracy.graphs import JOINED
 from engines.accuracy.plan import Plan
+from engines.evidence import ROUNDING_NMSE, rounded_state
 from engines.manifest import Geometry
 
 # Order within a block; what a plugin node makes is named after the last canonical node that it stands for.
@@ -45,8 +46,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Measure:
-    """One tensor. worst_channel: its index; local: that channel stands out, nearly all others agree. parts: tensors
-    that stand side by side in it, with their columns."""
+    """One tensor. worst_channel: its index; local: that channel stands out, nearly all others agree. rounded: see
+    `engines.evidence.rounded_state`. parts: tensors that stand side by side in it, with their columns."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,6 +60,7 @@ class Measure:
     kl_mean: float | None = None
     kl_max: float | None = None
     top1: float | None = None
+    rounded: str = ""
     parts: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,7 +105,8 @@ def measure(
     channels = squares / np.maximum(np.maximum(energy, energy.mean()), 1e-30)
     worst = int(np.argmax(np.nan_to_num(channels, nan=np.inf)))
     nmse, channel = float(squares.sum() / max(energy.sum(), 1e-30)), float(channels[worst])
-    ok = bool(nmse <= tolerance.nmse and channel <= tolerance.channel)  # not so for a NaN
+    rounded = rounded_state(name, got, want) if nmse < ROUNDING_NMSE else ""
+    ok = bool(nmse <= tolerance.nmse and channel <= tolerance.channel and not rounded)  # not so for a NaN
     local = not ok and bool(np.quantile(channels, 0.9) < 0.01 * channel)
     max_abs = float(np.abs(got - want).max()) if got.size else 0.0
     more: dict[str, Any] = {}
@@ -114,7 +117,7 @@ def measure(
         agree = (got.argmax(axis=-1) == want.argmax(axis=-1)) | ~clear
         more = {"kl_mean": float(kl.mean()), "kl_max": float(kl.max()), "top1": float(agree.mean())}
         ok = ok and more["kl_mean"] <= tolerance.kl_mean and more["top1"] >= tolerance.top1
-    return Measure(name, got.shape, max_abs, nmse, channel, worst, local, ok, parts=parts, **more)
+    return Measure(name, got.shape, max_abs, nmse, channel, worst, local, ok, rounded=rounded, parts=parts, **more)
 
 
 def kl_divergence(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:

@@ -37,6 +37,8 @@ def suspect(measures: Sequence[Measure], layers: bool = False) -> str:
     bad = first_bad(measures)
     if bad is None:
         return ""
+    if bad.rounded:
+        return f"{bad.rounded} ({bad.nmse:.1g} of its energy is lost)"
     if layers and bad.name.startswith("blk.") and not bad.name.endswith("concat"):
         return f"something in layer {bad.name.split('.')[1].split('/')[0]}; single ops (--lowering ops) tell what"
     if bad.local and bad.shape[-1] > 1 and not bad.name.endswith((".state", ".conv", "_cache")):
@@ -53,9 +55,11 @@ def suspect(measures: Sequence[Measure], layers: bool = False) -> str:
 
 
 def _state(bad: Measure) -> str:
-    if bad.nmse < ROUNDING_NMSE:
-        return f"the precision of the recurrent state ({bad.nmse:.1g} of its energy is lost, as by half precision)"
-    return "the delta rule: which key head a value head reads, decay, rate, or the slot it starts from"
+    precise = ", or their precision" if bad.nmse < ROUNDING_NMSE else ""
+    return (
+        "the delta rule (which key head a value head reads, decay, rate), the slot it starts from, or the convolution"
+        f"{precise}"
+    )
 
 
 def _row(bad: Measure) -> str:

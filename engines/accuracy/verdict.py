@@ -58,7 +58,9 @@ class Verdict:
         if self.inside is not None:
             first = first_bad(self.inside.measures)
             assert first is not None
-            said = f"{suspect(self.inside.measures)} (of the layer's parts {first.name} is off first)"
+            said = suspect(self.inside.measures)
+            if first.name != self.first_off:
+                said += f" (of the layer's parts {first.name} is off first)"
         elif self.layers:
             said = "what makes a layer one node, its kernels or its pack of weights: as single ops its parts are right"
         else:

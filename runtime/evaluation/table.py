@@ -66,6 +66,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield f"temperature {temperature:g}" if temperature else "greedy"
         yield from _aligned([HEADINGS, *rows_of(report, temperature)])
+    yield from notes(report)
+
+
+def notes(report: dict[str, Any]) -> Iterator[str]:
+    """What the figures are to be read with."""
     if any(m["times"] == "request" for group in report["groups"] for m in group["sources"].values()):
         yield "a server that sends no timings is timed by whole requests, the reading of prompts included"
     yield from (f"left out: {line}" for line in report["left_out"])

@@ -20,8 +20,11 @@ from engines.accuracy import __main__ as accuracy
 from engines.accuracy import int8_rows, semantics, weight_bytes
 from engines.accuracy.graphs import engine_graph
 from engines.accuracy.inputs import load_feeds
+from engines.accuracy.measures import measure
 from engines.accuracy.plan import load_plan
 from engines.accuracy.runner import SemanticsRunner
+from engines.accuracy.suspects import suspect
+from engines.accuracy.tolerances import LONG, SHORT
 from engines.network import load_graph
 from export.exporter import export_model
 from export.weight_inputs import external_weights
@@ -29,6 +32,7 @@ from plugins import ops
 from tests.documented import POLYGRAPHY, ROOT
 from tests.lowered import _NATIVE, _PLUGINS
 from tests.oracle import int8_rows as int8_oracle
+from tests.runtime.command import run_main
 
 Tiny = Callable[[str], Path]
 SMALL = ["--tokens", "12", "--max-draft", "2", "--backend", "oracle"]
@@ -99,7 +103,7 @@ def with_flipped_byte(model: Path, damaged: Path, tensor: str, superblock: int, 
     """``damaged``, the same file as ``model`` or a copy, becomes one of its own with that byte changed."""
     content = bytearray(model.read_bytes())
     found = next(each for each in gguf.GGUFReader(model).tensors if each.name == tensor)
-    assert found.tensor_type.name == "Q4_K"
+    assert found.tensor_type.name == "Q4_K" or superblock == 0
     content[int(found.data_offset) + 144 * superblock + byte] ^= mask
     damaged.unlink()
     damaged.write_bytes(content)
@@ -183,6 +187,29 @@ def test_a_row_that_no_text_has(tiny: Tiny, prepared: Path, tmp_path: Path, caps
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 1 and f"token_embd.weight, row {row}, superblock 0, byte 4" in ran.stdout
+
+
+def test_bytes_that_only_the_equations_read(tiny: Tiny, prepared: Path, tmp_path: Path) -> None:
+    """Engines have decay and the like from the graph: it is the file that is damaged, not both forms."""
+    folder = tmp_path / "x"
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("canonical"))
+    with_flipped_byte(tiny("q4_k_m"), folder / "lowered" / "model.gguf", "blk.2.ssm_a", 0, 2, 1)
+    ran = run_main(accuracy.main, folder, "--backend", "oracle")
+    assert ran.code == 4 and "model.gguf: its content is not what was exported" in ran.err
+
+
+def test_half_precision_within_what_kernels_round() -> None:
+    """The state's values tell, where its error is within TensorRT's tolerance; in a pass of any length."""
+    rng = np.random.default_rng(0)
+    want = rng.normal(size=(4, 64, 64)).astype(np.float32)
+    rounded = want.astype(np.float16).astype(np.float32)
+    for tolerance in (SHORT, LONG):
+        assert measure("blk.0.state", want * (1 + 1e-5), want, tolerance).ok
+        found = measure("blk.0.state", rounded, want, tolerance)
+        assert found.nmse < 1e-6 and not found.ok
+        assert suspect([found]).startswith("the precision of the recurrent state: every value of it is a float16")
+        assert suspect([found], layers=True) == suspect([found])
+    assert measure("blk.0/gdn", rounded, want, SHORT).ok  # what is rounded is the state
 
 
 def test_a_layer_that_is_wrong_as_one_node_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 import gguf
 import pytest
 
+from engines.accuracy.plan import LOWERED
 from runtime.profiling.kinds import LAYERS, OTHER
 from tests.documented import POLYGRAPHY, ROOT, variables_and_words
+from tests.faults import EH_PROJ, GRAPH, ROPE
 from tests.gpu.prepare import ACCURACY, SINGLE_OPS, model_file
 
 COMMANDS = (
@@ -93,6 +96,33 @@ def test_accuracy_by_the_commands_of_polygraphy(prepared: Path, tmp_path: Path) 
         shown = run("-c", POLYGRAPHY, *words[1:], **variables)
         assert "Pass Rate: 100.00%" in shown and "max error" in shown
     print(shown[-1500:])
+
+
+@pytest.mark.parametrize("fault", [EH_PROJ, ROPE])
+def test_accuracy_of_a_broken_export(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    folder, export = compared(prepared, tmp_path / "x"), pytest.importorskip("export.exporter")
+    with monkeypatch.context() as patch:
+        GRAPH[fault](patch)
+        export.export_model(model_file(prepared, ACCURACY), folder / LOWERED, target="tensorrt")
+    verdict = run("-m", "engines.accuracy", folder, expect=1).rstrip().splitlines()[-1]
+    place, suspect = {
+        EH_PROJ: ("blk.4/concat", "enorm and hnorm, and which of them comes first"),
+        ROPE: ("blk.3.key_cache", "rope (position, frequencies, pairs)"),
+    }[fault]
+    assert verdict.startswith(f"FAILED: first off at {place} (") and suspect in verdict
+
+
+def test_builds_against_the_equations(prepared: Path) -> None:
+    """`runtime.profile` does it below."""
+    model, build = model_file(prepared, "trained"), prepared / "trained"
+    shown = run("-m", "runtime.check", build, "--n-prompts", "1", "-n", "32", "--against", model)
+    assert re.search(r"equations +equal   worst NMSE \S+ at 36 places", shown)
+    shown = run("-m", "runtime.inspect", model, "--build", build)
+    assert "as the model's equations have it, at 36 places" in shown and "NVIDIA" in shown
+    shown = run("-m", "runtime.eval", build, "--per-category", "1", "-n", "16", "--temps", "0", "--against", model)
+    assert "build: as the model's equations have it, at 36 places" in shown
 
 
 @pytest.mark.parametrize("name", ["trained", f"q4_k_m{SINGLE_OPS}", "mixed_types"])

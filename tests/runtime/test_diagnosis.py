@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from engines.draft_head import DraftHeadOptions
+from engines.errors import EngineError
+from engines.evidence import first_off, rounded_state
+from engines.witness import BEHIND, give_evidence
 from export.exporter import WHOLE_HEAD, export_model
 from runtime import check, eval, inspect
 from runtime.diagnosis import Diagnosis, diagnose
+from runtime.engine_onnxruntime import OnnxTrunkEngine
 from runtime.session import open_session
 from tests.named_inputs import GEOMETRIES
 from tests.runtime.command import run_main
@@ -70,8 +74,12 @@ def test_a_file_with_its_heads_in_another_order(tiny: Tiny, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("tensor", "place", "suspect"),
     [
-        ("blk.0.attn_norm.weight", "blk.0.conv", "what the delta net is given"),
-        ("blk.0.ssm_a", "blk.0.state", "the delta rule: which key head a value head reads, decay, rate"),
+        (
+            "blk.0.attn_norm.weight",
+            "blk.0.conv",
+            "what the delta net is given: its input products or norm, or the embedding",
+        ),
+        ("blk.0.ssm_a", "blk.0.state", "the delta rule (which key head a value head reads, decay, rate) or the conv"),
         ("blk.0.ssm_norm.weight", "blk.1.conv", "or what comes after blk.0.state"),
         ("blk.2.ffn_down.weight", "blk.3.value_cache", "or what comes after blk.2.state"),
         ("blk.3.attn_k_norm.weight", "blk.3.key_cache", "rope (position, frequencies, pairs) or the key norm"),
@@ -86,6 +94,43 @@ def test_the_first_place_that_is_off(tiny: Tiny, tmp_path: Path, tensor: str, pl
     model.write(tmp_path / "altered.gguf")
     (fault,) = diagnosis(tmp_path / "altered.gguf", tmp_path / "x", tiny("f32")).faults
     assert fault.startswith(f"{place} is not what the model's equations give") and suspect in fault
+    assert fault.endswith("; or f32.gguf: the build was made from another file")
+
+
+def test_a_fault_of_passes_over_prompts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds go on from it with and without drafts, and the tokens one by one are right."""
+    keep = OnnxTrunkEngine._keep_convs
+    monkeypatch.setattr(OnnxTrunkEngine, "_keep_convs", lambda self, count: keep(self, count - (count > 4)))
+    (fault,) = diagnosis(TRAINED_MODEL, tmp_path / "x", TRAINED_MODEL).faults
+    assert fault.startswith("of a prompt in 2 passes, blk.0.conv is not what the model's equations give")
+    assert fault.endswith(f"suspect {BEHIND} (which explains it)")
+
+
+@pytest.mark.parametrize(("kind", "cleared"), [("float16", 13), ("bfloat16", 16)])
+def test_half_precision_where_rounding_is_as_coarse(tiny: Tiny, kind: str, cleared: int) -> None:
+    """As on TensorRT, whose activations are rounded to 16 bits: no error tells then, the values do."""
+    evidence = give_evidence(tiny("f32"), [5, 9, 3])
+    good = {name: values.astype(np.float32) for name, values in evidence.places.items()}
+    assert first_off(evidence.compared(good, 1.0)) == []
+    for name in ("blk.1.state", "blk.2.conv"):
+        bits = good[name].view(np.uint32) >> cleared << cleared
+        (said,) = first_off(evidence.compared({**good, name: bits.view(np.float32)}, 1.0))
+        assert said.startswith(name) and f"every value of it is a {kind} (which explains it)" in said
+    # Nothing is there yet, or it needs no more bits: no sign of it.
+    assert first_off(evidence.compared({**good, "blk.1.state": np.zeros_like(good["blk.1.state"])}, 1.0)) == []
+    assert rounded_state("blk.1.state", np.ones(4), np.ones(4)) == ""
+
+
+def test_a_byte_that_no_token_reads(tmp_path: Path) -> None:
+    """Loading looks at samples of large files; a row of the embedding that the text has not is looked at here."""
+    export_model(TRAINED_MODEL, tmp_path / "x")
+    session = open_session(tmp_path / "x", threads=1)
+    weights = tmp_path / "x" / "weights.bin"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(EngineError, match="its content is not what was exported"):
+        diagnose(session, TRAINED_MODEL)
 
 
 def test_refusals(tiny: Tiny, tmp_path: Path) -> None:

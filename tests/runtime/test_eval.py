@@ -165,7 +165,7 @@ def test_the_page_stands_alone(reports: tuple[Outcome, Path]) -> None:
 
     Reader().feed(page)
     assert open_tags == [] and addresses == [] and "url(" not in page and "@import" not in page
-    assert page.count("<svg role") == 6 and page.count("<table>") == 2 and "long input" in page
+    assert page.count("<svg role") == 8 and page.count("<table>") == 2 and "long input" in page
 
 
 def test_summary_by_hand() -> None:

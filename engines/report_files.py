@@ -1,0 +1,41 @@
+"""Reports that a command line leaves in files: where they may go, and what they look like."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from engines.errors import ResourceError, UsageError
+from engines.given_files import write_text
+
+
+def check_places(**paths: Path | None) -> None:
+    """By flag; before the work whose outcome they are to hold. Raises UsageError."""
+    for flag, path in paths.items():
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"--{flag} {path}: {'is a folder' if path.is_dir() else 'no such folder'}; name a file")
+
+
+def write_report(path: Path | None, text: str) -> None:
+    """Nothing without a path. Raises ResourceError."""
+    if path is None:
+        return
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """As JSON, which has no number for what is not finite: null then."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
