@@ -9,7 +9,7 @@ from functools import cache
 
 from plugins.load import report_listeners, trt
 
-_PLUGIN = "nextn plugin "
+PLUGIN = "nextn plugin "  # how the plugins' own lines begin
 _LISTING = "Engine Layer Information"
 
 
@@ -22,11 +22,9 @@ class Messages:
 
     @property
     def first_error(self) -> str:
-        """The first error; the ones after it are mostly consequences. Where the first is a plugin's, which knows what
-        is wrong in which op, the next is TensorRT's and knows in which layer."""
-        if not self.errors:
-            return "no reason given"
-        return "; ".join(self.errors[: 2 if self.errors[0].startswith(_PLUGIN) else 1])
+        """The first error; the ones after it are mostly consequences. A plugin's says what is wrong with which op in
+        which layer."""
+        return self.errors[0] if self.errors else "no reason given"
 
 
 _listeners: list[Messages] = []

@@ -73,13 +73,18 @@ def has_no_kernel(status: int) -> bool:
 def check_launch(status: int, what: str) -> None:
     """Raise EngineError when a launcher of ours returned an error."""
     if status:
-        raise _lost(what, status, _api()) if status in _LASTING else EngineError(f"{what}: CUDA error {status}")
+        api = _api()
+        if status in _LASTING:
+            raise _lost(what, status, api)
+        raise EngineError(f"{what}: {_text(api, status)} (CUDA error {status})")
 
 
 def check_device() -> None:
     """Raise DeviceLostError when the GPU has failed; for when something else reports an error that may come of it."""
     api = _api()
-    status = int(api.cudaPeekAtLastError()[0])
+    # A question to the device: what the last call said is kept by each copy of the runtime for itself, and the plugins
+    # and TensorRT have their own.
+    status = int(api.cudaMemGetInfo()[0])
     if status in _LASTING:
         raise _lost("the pass", status, api)
 

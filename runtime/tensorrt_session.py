@@ -10,10 +10,12 @@ from typing import Any
 from engines.engine_manifest import Engine, EngineManifest, Profile
 from engines.errors import EngineError, ResourceError
 from plugins.load import tensorrt, trt
-from plugins.log import Messages, logger, messages
+from plugins.log import PLUGIN, Messages, logger, messages
 from runtime.cuda import Device, DeviceBuffer, Stream, check_device
 
 _REBUILD = "run `python -m engines.build` again"
+_RESTART = "start it again, and if that does not help, look at nvidia-smi and run it under compute-sanitizer"
+_LAUNCH = "launch failed"
 
 
 class EngineSession:
@@ -149,6 +151,8 @@ class EngineLoader:
             )
         if "out of memory" in reason.lower() or "OutOfMemory" in reason:
             return ResourceError(f"{what}: out of GPU memory ({reason}); use engines with a smaller --context")
+        if reason.startswith(PLUGIN):
+            return EngineError(f"{what}: {reason}; {_RESTART if _LAUNCH in reason else _REBUILD}")
         return EngineError(f"{what}: {name} says: {reason}; {_REBUILD}")
 
 

@@ -11,6 +11,23 @@ using nvinfer1::PluginField;
 using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 
+// With or without a closing zero: both occur.
+std::string textOf(char const* name, PluginFieldCollection const* fields) {
+    for (int32_t i = 0; fields && i < fields->nbFields; ++i) {
+        PluginField const& field = fields->fields[i];
+        if (std::strcmp(field.name, name) || field.type != PluginFieldType::kCHAR || !field.data) continue;
+        auto const* text = static_cast<char const*>(field.data);
+        return std::string(text, strnlen(text, field.length));
+    }
+    return "";
+}
+
+// As it was when the engine was built, else as the importer names it.
+std::string layerOf(char const* name, PluginFieldCollection const* fields) {
+    std::string const kept = textOf(kLAYER_FIELD, fields);
+    return kept.empty() && name ? name : kept;
+}
+
 class OpCreator final : public nvinfer1::IPluginCreatorV3One {
 public:
     explicit OpCreator(OpInfo const& info) : mInfo(info) {
@@ -25,13 +42,14 @@ public:
     nvinfer1::IPluginV3* createPlugin(char const* name, PluginFieldCollection const* fields,
                                       nvinfer1::TensorRTPhase) noexcept override {
         try {
+            std::string const layer = layerOf(name, fields);
             Attributes attributes;
             std::string error;
             if (fields && Attributes::fromFields(mInfo.attributes, *fields, &attributes, &error))
-                return OpPlugin::create(mInfo, std::move(attributes), std::nullopt);
-            report(mInfo.name, (name ? std::string(name) : "") + ": " + error);
+                return OpPlugin::create(mInfo, std::move(attributes), layer, std::nullopt);
+            report(mInfo.name, layer, error);
         } catch (std::exception const& e) {
-            report(mInfo.name, e.what());
+            report(mInfo.name, "", e.what());
         }
         return nullptr;
     }
@@ -53,18 +71,19 @@ public:
     nvinfer1::IPluginV3* createPlugin(char const* name, PluginFieldCollection const* fields,
                                       nvinfer1::TensorRTPhase) noexcept override {
         try {
-            std::string const text = ruleOf(fields), op = text.substr(0, text.find(';'));
+            std::string const layer = layerOf(name, fields);
+            std::string const text = textOf(kCARRIER_FIELD, fields), op = text.substr(0, text.find(';'));
             std::string error = "no op of this library";
             for (OpInfo const* info : allOps()) {
                 if (op != info->name) continue;
                 std::string const rest = op.size() < text.size() ? text.substr(op.size() + 1) : "";
                 Attributes attributes;
                 if (Attributes::fromRule(info->attributes, rest, &attributes, &error))
-                    return OpPlugin::create(*info, std::move(attributes), text);
+                    return OpPlugin::create(*info, std::move(attributes), layer, text);
             }
-            report(kCARRIER, (name ? std::string(name) : "") + ": update_rule '" + text + "': " + error);
+            report(kCARRIER, layer, "update_rule '" + text + "': " + error);
         } catch (std::exception const& e) {
-            report(kCARRIER, e.what());
+            report(kCARRIER, "", e.what());
         }
         return nullptr;
     }
@@ -75,17 +94,6 @@ public:
     char const* getPluginNamespace() const noexcept override { return kNAMESPACE; }
 
 private:
-    // With or without a closing zero: both occur.
-    static std::string ruleOf(PluginFieldCollection const* fields) {
-        for (int32_t i = 0; fields && i < fields->nbFields; ++i) {
-            PluginField const& field = fields->fields[i];
-            if (std::strcmp(field.name, kCARRIER_FIELD) || field.type != PluginFieldType::kCHAR || !field.data) continue;
-            auto const* text = static_cast<char const*>(field.data);
-            return std::string(text, strnlen(text, field.length));
-        }
-        return "";
-    }
-
     // All that the importer hands over.
     std::vector<PluginField> mFields{{kCARRIER_FIELD, nullptr, PluginFieldType::kCHAR, 0},
                                      {"scale", nullptr, PluginFieldType::kFLOAT32, 1},

@@ -17,8 +17,8 @@ namespace {
 std::atomic<NextnListener> gListener{nullptr};
 }
 
-void report(char const* op, std::string const& message) {
-    std::string const line = std::string("nextn plugin ") + op + ": " + message;
+void report(char const* op, std::string const& layer, std::string const& message) {
+    std::string const line = std::string("nextn plugin ") + op + ": " + (layer.empty() ? "" : layer + ": ") + message;
     NextnListener const listener = gListener;
     if (listener)
         listener(line.c_str());
@@ -26,27 +26,38 @@ void report(char const* op, std::string const& message) {
         std::fprintf(stderr, "%s\n", line.c_str());
 }
 
-OpPlugin* OpPlugin::create(OpInfo const& info, Attributes attributes, std::optional<std::string> rule) {
+namespace {
+std::string described(cudaError_t status) {
+    return "CUDA error " + std::to_string(status) + " (" + cudaGetErrorString(status) + ")";
+}
+}  // namespace
+
+OpPlugin* OpPlugin::create(OpInfo const& info, Attributes attributes, std::string layer,
+                           std::optional<std::string> rule) {
     try {
         std::string error;
         std::unique_ptr<Op> op = info.make(attributes, &error);
-        if (op) return new OpPlugin(info, std::move(attributes), std::move(rule), std::move(op));
-        report(info.name, error);
+        if (op) return new OpPlugin(info, std::move(attributes), std::move(layer), std::move(rule), std::move(op));
+        report(info.name, layer, error);
     } catch (std::exception const& e) {
-        report(info.name, e.what());
+        report(info.name, layer, e.what());
     }
     return nullptr;
 }
 
-OpPlugin::OpPlugin(OpInfo const& info, Attributes attributes, std::optional<std::string> rule, std::unique_ptr<Op> op)
-    : mInfo(info), mAttributes(std::move(attributes)), mRule(std::move(rule)), mOp(std::move(op)),
-      mTypes(mOp->types()) {
-    if (mRule) {
-        auto const length = static_cast<int32_t>(mRule->size() + 1);
-        mFields = {{kCARRIER_FIELD, mRule->c_str(), nvinfer1::PluginFieldType::kCHAR, length}};
-    } else {
+OpPlugin::OpPlugin(OpInfo const& info, Attributes attributes, std::string layer, std::optional<std::string> rule,
+                   std::unique_ptr<Op> op)
+    : mInfo(info), mAttributes(std::move(attributes)), mLayer(std::move(layer)), mRule(std::move(rule)),
+      mOp(std::move(op)), mTypes(mOp->types()) {
+    auto const text = [](char const* name, std::string const& value) {
+        auto const length = static_cast<int32_t>(value.size() + 1);
+        return nvinfer1::PluginField{name, value.c_str(), nvinfer1::PluginFieldType::kCHAR, length};
+    };
+    if (mRule)
+        mFields = {text(kCARRIER_FIELD, *mRule)};
+    else
         mFields = mAttributes.fields();
-    }
+    mFields.push_back(text(kLAYER_FIELD, mLayer));
     mCollection = {static_cast<int32_t>(mFields.size()), mFields.data()};
 }
 
@@ -59,7 +70,7 @@ nvinfer1::IPluginCapability* OpPlugin::getCapabilityInterface(nvinfer1::PluginCa
     return nullptr;
 }
 
-nvinfer1::IPluginV3* OpPlugin::clone() noexcept { return create(mInfo, mAttributes, mRule); }
+nvinfer1::IPluginV3* OpPlugin::clone() noexcept { return create(mInfo, mAttributes, mLayer, mRule); }
 
 void freeDevice(void* memory) noexcept { cudaFree(memory); }
 
@@ -78,21 +89,21 @@ void OpPlugin::takeKept() noexcept {
 }
 
 nvinfer1::IPluginV3* OpPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept {
-    OpPlugin* attached = create(mInfo, mAttributes, mRule);
+    OpPlugin* attached = create(mInfo, mAttributes, mLayer, mRule);
     if (attached) attached->takeKept();
     return attached;
 }
 
 bool OpPlugin::fits(std::vector<nvinfer1::Dims> const& inputs) const {
     std::string const error = mOp->refuse(inputs);
-    if (!error.empty()) report(mInfo.name, error);
+    if (!error.empty()) say(error);
     return error.empty();
 }
 
 int32_t OpPlugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t nIn, DynamicPluginTensorDesc const*,
                                   int32_t) noexcept {
     if (nIn < numInputs()) {
-        report(mInfo.name, std::to_string(nIn) + " inputs, wanted " + std::to_string(numInputs()));
+        say(std::to_string(nIn) + " inputs, wanted " + std::to_string(numInputs()));
         return 1;
     }
     std::vector<nvinfer1::Dims> dims;
@@ -149,11 +160,11 @@ int32_t OpPlugin::onShapeChange(PluginTensorDesc const* in, int32_t nIn, PluginT
 int32_t OpPlugin::enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const*, void const* const* in,
                           void* const* out, void* workspace, cudaStream_t stream) noexcept {
     if (mKeptStatus != cudaSuccess) {
-        report(mInfo.name, "has no device memory of its own: CUDA error " + std::to_string(mKeptStatus));
+        say("has no device memory of its own: " + described(mKeptStatus));
         return mKeptStatus;
     }
     cudaError_t const status = mOp->enqueue(inDesc, in, out, workspace, stream);
-    if (status != cudaSuccess) report(mInfo.name, "launch failed: CUDA error " + std::to_string(status));
+    if (status != cudaSuccess) say("launch failed: " + described(status));
     return status;
 }
 

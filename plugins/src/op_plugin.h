@@ -12,16 +12,23 @@ constexpr char const* kNAMESPACE = "";
 constexpr char const* kCARRIER = "LinearAttention";
 constexpr char const* kCARRIER_FIELD = "update_rule";
 constexpr int32_t kCARRIER_OUTPUTS = 2;
+// Written into engines beside the attributes: the layer's name, which TensorRT does not tell of a launch that fails.
+constexpr char const* kLAYER_FIELD = "layer_name";
 
 void freeDevice(void* memory) noexcept;
+
+// TensorRT's own log knows only that something failed. To whom `nextn_listen` named, or to stderr.
+void report(char const* op, std::string const& layer, std::string const& message);
 
 class OpPlugin final : public nvinfer1::IPluginV3,
                        public nvinfer1::IPluginV3OneCore,
                        public nvinfer1::IPluginV3OneBuildV2,
                        public nvinfer1::IPluginV3OneRuntime {
 public:
-    // `rule`: the text it came with when a LinearAttention node carries it. Null, after a message, when refused.
-    static OpPlugin* create(OpInfo const& info, Attributes attributes, std::optional<std::string> rule);
+    // `layer`: its name, for messages. `rule`: the text it came with when a LinearAttention node carries it. Null, after
+    // a message, when refused.
+    static OpPlugin* create(OpInfo const& info, Attributes attributes, std::string layer,
+                            std::optional<std::string> rule);
 
     nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
     nvinfer1::IPluginV3* clone() noexcept override;
@@ -51,14 +58,17 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
 
 private:
-    OpPlugin(OpInfo const& info, Attributes attributes, std::optional<std::string> rule, std::unique_ptr<Op> op);
+    OpPlugin(OpInfo const& info, Attributes attributes, std::string layer, std::optional<std::string> rule,
+             std::unique_ptr<Op> op);
     void takeKept() noexcept;
     bool fits(std::vector<nvinfer1::Dims> const& inputs) const;
+    void say(std::string const& message) const { report(mInfo.name, mLayer, message); }
     int32_t numInputs() const { return static_cast<int32_t>(mTypes.inputs.size()); }
     int32_t numOutputs() const { return static_cast<int32_t>(mTypes.outputs.size()); }
 
     OpInfo const& mInfo;
     Attributes mAttributes;
+    std::string mLayer;
     std::optional<std::string> mRule;
     std::unique_ptr<Op> mOp;
     TensorTypes mTypes;
@@ -67,8 +77,5 @@ private:
     std::vector<nvinfer1::PluginField> mFields;
     nvinfer1::PluginFieldCollection mCollection;
 };
-
-// TensorRT's own log knows only that something failed. To whom `nextn_listen` named, or to stderr.
-void report(char const* op, std::string const& message);
 
 }  // namespace nextn

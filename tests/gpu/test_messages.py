@@ -54,3 +54,29 @@ def test_damaged_engine(opened: Open, tmp_path: Path) -> None:
     replace(manifest, engines={**manifest.engines, "trunk": damaged}).save(tmp_path)
     with pytest.raises(EngineError, match=r"trunk\.engine: cannot be loaded on .*compute capability"):
         open_engines(tmp_path, model.manifest, context_size=64)
+
+
+def test_a_launch_that_cuda_refuses(opened: Open) -> None:
+    """Into a recording that is void: op and layer of the first plugin are named, and the next pass is as ever."""
+    trunk = opened("trained").trunk
+    stream = trunk._shared.stream
+
+    def after_a_prompt() -> None:
+        trunk.start(GREEDY)
+        trunk.prefill([1, 2, 3])
+
+    after_a_prompt()
+    want = trunk.verify([5]).choices
+    after_a_prompt()
+    trunk.prepare_verify([5])
+
+    def work() -> None:
+        cuda._api().cudaStreamSynchronize(stream.handle)  # may not be recorded, which makes the recording void
+        trunk.enqueue_verify(trunk._rows_of(1))
+
+    says = r"a decode pass of 1 tokens failed: nextn plugin KQuantEmbedding: token_embd: launch failed: CUDA error 901 "
+    with pytest.raises(EngineError, match=rf"{says}\(.*\); start it again"):
+        stream.capture(work)
+    after_a_prompt()
+    assert trunk.verify([5]).choices.tolist() == want.tolist()
+    trunk.commit(1)

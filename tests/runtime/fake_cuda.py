@@ -78,8 +78,6 @@ class FakeCuda:
     def _cudaGetErrorString(self, status: int) -> bytes:
         return f"fault {status}".encode()
 
-    def _cudaPeekAtLastError(self) -> None: ...
-
     def _cudaGetDeviceCount(self) -> int:
         return self.devices
 

@@ -12,6 +12,7 @@ import pytest
 
 from engines.errors import DeviceLostError, EngineError
 from engines.signals import Terminated
+from runtime import tensorrt_session
 from runtime.controller import FixedDraft
 from runtime.engine_tensorrt import open_engines
 from runtime.sampling import ParamsSampler, SamplingParams
@@ -94,9 +95,24 @@ def test_a_pass_on_a_lost_device(engines: Engines, gpu: FakeGpu, monkeypatch: py
     monkeypatch.setattr(FakeContext, "execute_async_v3", lambda self, stream: False)
     with pytest.raises(EngineError, match=r"a prefill pass of 9 tokens failed: .* no reason given"):
         text_of(engines)
-    gpu.cuda.errors["cudaPeekAtLastError"] = ILLEGAL_ADDRESS
+    gpu.cuda.errors["cudaMemGetInfo"] = ILLEGAL_ADDRESS
     with pytest.raises(DeviceLostError, match="the GPU failed at the pass"):
         text_of(engines)
+
+
+def test_a_launch_of_a_plugin(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own line, which knows op and layer, and not to build anew."""
+    line = "nextn plugin GatedDeltaNetLayer: blk.3/layer: launch failed: CUDA error 701 (too many resources)"
+
+    def fails(self: FakeContext, stream: int) -> bool:
+        tensorrt_session.logger().log(line)
+        tensorrt_session.logger().log("Assertion failed. In execute at pluginV3Runner.cpp")
+        return False
+
+    monkeypatch.setattr(FakeContext, "execute_async_v3", fails)
+    with pytest.raises(EngineError) as caught:
+        text_of(engines)
+    assert f"trunk.engine: a prefill pass of 9 tokens failed: {line}; start it again" in str(caught.value)
 
 
 def test_the_command_line_ends(engines: Engines, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
