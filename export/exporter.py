@@ -71,7 +71,7 @@ def export_model(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder.parent, f"{names_of(folder.name)}({re.escape(_OLD)})?")
-            part.mkdir()
+            part.mkdir(parents=True)  # again, where another process that failed has just removed them
             manifest = _write_all(file, config, part, target, draft_head, progress)
             _sync(part)
             if replaces():
