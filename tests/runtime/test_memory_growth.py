@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import gc
-import os
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from runtime.controller import FixedDraft
 from runtime.engine_onnxruntime import OnnxDraftEngine, OnnxTrunkEngine
 from runtime.speculative import SpecStats, generate
 from tests.exported import Exported, greedy
+from tests.memory import PROCESS_GROWTH, ROUNDS, needs_peak, resident_bytes
 
-# 10,000 for a long look; a leak of 1 KiB a round then shows in the process as well.
-ROUNDS = int(os.environ.get("NEXTN_TEST_ROUNDS", "300"))
 PYTHON_GROWTH = 128 << 10
-PROCESS_GROWTH = 8 << 20
-STATM = Path("/proc/self/statm")
 
 
 def rounds(engines: tuple[OnnxTrunkEngine, OnnxDraftEngine], least: int) -> None:
@@ -41,16 +34,11 @@ def rounds(engines: tuple[OnnxTrunkEngine, OnnxDraftEngine], least: int) -> None
         made, n = made + stats.verify_steps, n + 1
 
 
-def resident() -> int:
-    gc.collect()
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not STATM.exists(), reason="resident memory is read from Linux's /proc")
+@needs_peak
 def test_rounds_leave_nothing(exported: Callable[[str], Exported]) -> None:
     engines = exported("trained").engines(context_size=256, max_rows=6)
     rounds(engines, 150)  # every size of pass has been bound once
-    process = resident()
+    process = resident_bytes()
     tracemalloc.start()
     try:
         rounds(engines, 30)
@@ -62,4 +50,4 @@ def test_rounds_leave_nothing(exported: Callable[[str], Exported]) -> None:
     finally:
         tracemalloc.stop()
     assert after - before < PYTHON_GROWTH
-    assert resident() - process < PROCESS_GROWTH
+    assert resident_bytes() - process < PROCESS_GROWTH
