@@ -21,6 +21,7 @@ from runtime.draft_tokens import DraftTokens, load_draft_tokens
 from runtime.engine import SEQUENCES_DEFAULT, EngineLimits
 from runtime.host_copies import HostCopies
 from runtime.queued_work import UnderWay
+from runtime.recurrent_slots import RecurrentSlots
 from runtime.tensorrt_draft import DraftBuffers, TensorrtDraft
 from runtime.tensorrt_session import EngineLoader, EngineSession
 from runtime.tensorrt_trunk import Shared, TensorrtTrunk
@@ -73,6 +74,7 @@ def open_engines(
         row_numbers=stream.upload(np.arange(_ROW_NUMBERS, dtype=np.int32)),
         under_way=UnderWay(),
         host=HostCopies(stream),
+        slots=RecurrentSlots(library, stream, manifest.geometry),
         plan=plan,
     )
     weights = _upload(folder, engines, roles, stream)

@@ -15,23 +15,31 @@ from runtime.cuda import DeviceBuffer, Recorder, Stream
 from runtime.device_rows import DeviceRows
 from runtime.engine import SavedState
 from runtime.host_copies import HostCopies, Span
+from runtime.recurrent_slots import RecurrentSlots
 
 _F32_BYTES = 4
 
 
 class SequenceMemory:
     """State of the engines ``roles``, by the name of the input: KV caches [2, L, KV, D] of a type each, and of each
-    Gated DeltaNet layer a pool, S states [HV, DK, DV] f32 and then S windows [kernel - 1, C] f32.
+    Gated DeltaNet layer a pool, S states [HV, DK, DV] f32 (the first; steps from it in the others) and then S windows
+    [kernel - 1, C] f32.
 
     addresses: by role, for `EngineSession.use`. hidden, prefill_hidden: where the trunk's passes leave their rows;
     one_row: where verify passes of one row do, in turns.
     recorder: of passes, which hold the addresses."""
 
     def __init__(
-        self, stream: Stream, host: HostCopies, manifest: EngineManifest, geometry: Geometry, roles: Iterable[str]
+        self,
+        stream: Stream,
+        host: HostCopies,
+        slots: RecurrentSlots,
+        manifest: EngineManifest,
+        geometry: Geometry,
+        roles: Iterable[str],
     ) -> None:
         """Raises ResourceError when there is not the memory."""
-        self._stream, self._host, self._geometry = stream, host, geometry
+        self._stream, self._host, self._recurrent, self._geometry = stream, host, slots, geometry
         self._bindings = {role: state_bindings(manifest.engines[role]) for role in roles}
         self.states = {
             binding.name: DeviceBuffer(nbytes_of(binding)) for each in self._bindings.values() for binding in each
@@ -52,12 +60,17 @@ class SequenceMemory:
     def roles(self) -> list[str]:
         return list(self._bindings)
 
-    def read_slot(self, slot: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def settle(self, slot: int) -> None:
+        """Bring the recurrent state of a slot to slot 0, where all that follows reads or writes it."""
+        for (states, _), (windows, _) in self._slot_0().values():
+            self._recurrent.settle(states, windows, slot)
+
+    def read_recurrent(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """State [1, HV, DK, DV] and window [1, kernel - 1, C] of each layer, by its prefix."""
         read, shapes = self._stream.read, (self._state_shape, self._window_shape)
         return {
             name: (read(state, shapes[0], np.float32), read(window, shapes[1], np.float32))
-            for name, ((state, _), (window, _)) in self._slots(slot).items()
+            for name, ((state, _), (window, _)) in self._slot_0().items()
         }
 
     def read_rows(self, role: str, end: int) -> dict[str, np.ndarray]:
@@ -69,13 +82,13 @@ class SequenceMemory:
             copies[binding.name.rsplit(".", 1)[0]] = np.stack(planes)
         return copies
 
-    def save_slot(self, slot: int) -> SavedState:
-        """A copy of the recurrent state in a slot, on the host."""
-        copy = self._host.fetch(list(chain(*self._slots(slot).values())))
+    def save_recurrent(self) -> SavedState:
+        """A copy of the recurrent state, on the host."""
+        copy = self._host.fetch(list(chain(*self._slot_0().values())))
         return SavedState(copy, copy.nbytes)
 
-    def load_slot(self, slot: int, saved: SavedState) -> None:
-        self._host.put(list(chain(*self._slots(slot).values())), saved.data)
+    def load_recurrent(self, saved: SavedState) -> None:
+        self._host.put(list(chain(*self._slot_0().values())), saved.data)
 
     def save_rows(self, role: str, first: int, end: int) -> SavedState:
         """A copy of rows first .. end - 1 of all caches of an engine, on the host."""
@@ -100,17 +113,14 @@ class SequenceMemory:
                 begin = self.states[binding.name].address + first * row
                 yield binding, [(begin + plane * capacity * row, (end - first) * row) for plane in (0, 1)]
 
-    def _slots(self, slot: int) -> dict[str, list[Span]]:
-        """Where state and window in a slot of each pool lie, by the layer's prefix."""
+    def _slot_0(self) -> dict[str, list[Span]]:
+        """Where state and window of each pool's first slot lie, by the layer's prefix."""
         state, window = (int(np.prod(shape)) * _F32_BYTES for shape in (self._state_shape, self._window_shape))
         spans = {}
         for name in self.addresses["trunk"]:
             if name.endswith(".pool"):
-                windows = self.states[name].address + self.num_slots * state
-                spans[name.rsplit(".", 1)[0]] = [
-                    (self.states[name].address + slot * state, state),
-                    (windows + slot * window, window),
-                ]
+                first = self.states[name].address
+                spans[name.rsplit(".", 1)[0]] = [(first, state), (first + self.num_slots * state, window)]
         return spans
 
     @property

@@ -21,6 +21,7 @@ from runtime.device_rows import DeviceRows
 from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, choices_that_count
 from runtime.host_copies import HostCopies
 from runtime.queued_work import Queued, UnderWay
+from runtime.recurrent_slots import RecurrentSlots
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
@@ -44,11 +45,12 @@ class Shared:
     row_numbers: DeviceBuffer  # 0, 1, 2, ... int32
     under_way: UnderWay  # on the stream; uses control block and logits
     host: HostCopies
+    slots: RecurrentSlots
     plan: MemoryPlan
 
     def sequence_memory(self, roles: Sequence[str]) -> SequenceMemory:
         """Of one more sequence. Raises ResourceError."""
-        return SequenceMemory(self.stream, self.host, self.manifest, self.geometry, roles)
+        return SequenceMemory(self.stream, self.host, self.slots, self.manifest, self.geometry, roles)
 
 
 class TensorrtTrunk:
@@ -192,7 +194,8 @@ class TensorrtTrunk:
         """Copies of everything the committed tokens left behind, named and shaped as the canonical graph's state:
         GDN state, conv window, KV rows below ``position`` (as they are kept: float16, or int8 with their scales)."""
         copies: dict[str, np.ndarray] = {}
-        for prefix, (state, window) in self.memory.read_slot(max(self._slot, 0)).items():
+        self._settle()
+        for prefix, (state, window) in self.memory.read_recurrent().items():
             fresh = self._slot == _NO_SLOT
             copies[f"{prefix}.state"] = np.zeros_like(state) if fresh else state
             copies[f"{prefix}.conv"] = np.zeros_like(window) if fresh else window
@@ -205,13 +208,14 @@ class TensorrtTrunk:
         return self.memory.save_rows("trunk", first, self._position)
 
     def save_recurrent(self) -> SavedState:
-        assert self._slot != _NO_SLOT and not self._pending
-        return self.memory.save_slot(self._slot)
+        assert self._slot != _NO_SLOT
+        self._settle()
+        return self.memory.save_recurrent()
 
     def load(self, rows: Sequence[SavedState], recurrent: SavedState) -> None:
         assert not self._position and not self._pending, (self._position, self._pending)
         self._position = self.memory.load_rows("trunk", rows)
-        self.memory.load_slot(0, recurrent)
+        self.memory.load_recurrent(recurrent)
         self._slot = 0
 
     def warm_up(self) -> None:
@@ -223,6 +227,14 @@ class TensorrtTrunk:
         self.start(self._sampler)
         self.prefill([0] * self.prefill_chunk)
         self.start(self._sampler)
+
+    def _settle(self) -> None:
+        """Have the state of the committed tokens whole, in slot 0."""
+        self._shared.under_way.settle()
+        assert not self._pending, self._pending
+        if self._slot > 0:
+            self.memory.settle(self._slot)
+            self._slot = 0
 
     def _rows_of(self, count: int) -> DeviceRows:
         """Where the next verify pass leaves its hidden rows; one alone not where the pass before left its."""

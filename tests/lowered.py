@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from plugins import ops
-from tests.oracle import attention, gated_delta_net, int8_rows, kquant
+from tests.oracle import attention, gated_delta_net, int8_rows, kquant, state_slots
 from tests.oracle.gated_delta_net import F64, sigmoid
 
 _TYPE_NAMES = {kind.id: name for name, kind in kquant.TYPES.items()}
@@ -68,7 +68,7 @@ class Lowered:
         node = next(n for n in self.model.graph.node if f"blk.{layer}.pool" in n.input)
         attributes = _attributes(node)
         windows, states = _pools(self.state[f"blk.{layer}.pool"], attributes)
-        return windows[slot], states[slot]
+        return windows[slot], state_slots.get(states, slot)
 
     def _value(self, tensor: TensorProto) -> np.ndarray:
         if tensor.data_location != TensorProto.EXTERNAL:
@@ -142,13 +142,14 @@ def _gated_delta_net(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarra
     pool = pool.copy()
     windows, states = _pools(pool, at)
     before = (
-        (windows[slot[0]], states[slot[0]]) if slot[0] >= 0 else (np.zeros_like(windows[0]), np.zeros_like(states[0]))
+        (windows[slot[0]], state_slots.get(states, slot[0]))
+        if slot[0] >= 0
+        else (np.zeros_like(windows[0]), np.zeros_like(states[0]))
     )
     steps = gated_delta_net.run(layer, qkv, z, alpha, beta, *before)
-    if len(rows) <= len(states):
-        windows[: len(rows)], states[: len(rows)] = steps.windows, steps.states
-    else:
-        windows[0], states[0] = steps.windows[-1], steps.states[-1]
+    kept = steps.windows if len(rows) <= len(states) else steps.windows[-1:]
+    windows[: len(kept)] = kept
+    state_slots.put(states, steps)
     return [steps.y, pool]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from engines.accuracy import int8_rows
+from engines.accuracy import int8_rows, state_slots
 from engines.accuracy.plan import CANONICAL, Plan
 from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry, Manifest
@@ -127,7 +127,7 @@ class _Feeds:
         slots = self._plan.max_rows
         states, windows = (np.full((slots, *part.shape[1:]), _STRAY, np.float32) for part in (state, window))
         if slot >= 0:  # else from zeros, whatever the slots hold
-            states[slot], windows[slot] = state[0], window[0]
+            states[0], windows[slot] = _led_to(state[0], states[1 : slot + 1]), window[0]
         return np.concatenate([states.ravel(), windows.ravel()])
 
     def _cache(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -139,6 +139,18 @@ class _Feeds:
         if self._plan.kv_cache == "int8":
             return int8_rows.decode(int8_rows.encode(values))
         return values.astype(np.float16).astype(np.float32)
+
+
+def _led_to(state: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """A state from which ``steps``, written here, lead to the one given, but for its last bits."""
+    heads, dim, _ = state.shape
+    rng, size = np.random.default_rng(0), np.sqrt(np.square(state).mean(dtype=np.float64))
+    for step in steps:
+        key, delta = rng.standard_normal((2, heads, dim))
+        state_slots.put_step(step, key / np.sqrt(dim), size * delta, rng.uniform(0.5, 1, heads))
+    for step in reversed(steps):
+        state = state_slots.state_before(state, step)
+    return state
 
 
 def session(path: Path) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.accuracy import int8_rows
+from engines.accuracy import int8_rows, state_slots
 from engines.accuracy.graphs import JOINED
 from engines.accuracy.plan import Plan
 from engines.evidence import ROUNDING_NMSE, rounded_state
@@ -141,7 +141,7 @@ def _states(engine: Mapping[str, np.ndarray], geometry: Geometry, plan: Plan) ->
         if kind == "pool":
             states, windows = np.split(np.asarray(value), [slots * heads * dim * dim])
             last = tokens - 1 if tokens <= slots else 0
-            found[f"{prefix}.state"] = states.reshape(slots, heads, dim, dim)[last]
+            found[f"{prefix}.state"] = state_slots.state_of(states.reshape(slots, heads, dim, dim), last)
             used = slice(tokens) if tokens <= slots else slice(1)
             found[f"{prefix}.conv"] = windows.reshape(slots, window, geometry.conv_channels)[used]
         elif kind == "cache":

@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from engines.accuracy import int8_rows
+from engines.accuracy import int8_rows, state_slots
 from plugins import ops
 
 Attributes = dict[str, Any]
@@ -81,7 +81,7 @@ def rope_tables(inputs: Arrays, at: Attributes) -> Arrays:
 
 
 def split_pool(pool: np.ndarray, at: Attributes) -> tuple[np.ndarray, np.ndarray]:
-    """Views of a pool: states [S, HV, D, D], windows [S, kernel - 1, C]."""
+    """Views of a pool: states [S, HV, D, D] (see `state_slots`), windows [S, kernel - 1, C]."""
     heads, dim, window = at["v_heads"], at["head_dim"], at["conv_kernel"] - 1
     channels = (2 * at["k_heads"] + heads) * dim
     slots = pool.size // (heads * dim * dim + window * channels)
@@ -97,7 +97,9 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
     qkv, z, alpha, beta = np.split(rows, np.cumsum([channels, heads * dim, heads]), axis=1)
     pool = pool.astype(np.float64)
     states, windows = split_pool(pool, at)
-    state, window = (array[slot[0]] * (slot[0] >= 0) for array in (states, windows))
+    state, window = state_slots.state_of(states, slot[0]), windows[slot[0]]
+    if slot[0] < 0:
+        state, window = np.zeros_like(state), np.zeros_like(window)
     window = np.concatenate([window, qkv])
     taps = np.lib.stride_tricks.sliding_window_view(window, kernel, axis=0)
     mixed = np.einsum("tcj,cj->tc", taps, conv.reshape(channels, kernel))
@@ -115,7 +117,11 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
         out[t] = np.einsum("hkv,hk->hv", state, query[t]) / np.sqrt(dim)
         if one_slot_each or t == len(rows) - 1:
             kept = t if one_slot_each else 0
-            states[kept], windows[kept] = state, window[t + 1 : t + kernel]
+            windows[kept] = window[t + 1 : t + kernel]
+            if kept:
+                state_slots.put_step(states[kept], key[t], delta, decay[t])
+            else:
+                states[0] = state
     normed = rms_norm(out, norm, at["epsilon"]).reshape(len(rows), -1)
     return [normed * z * sigmoid(z), pool]
 

@@ -98,9 +98,6 @@ __global__ void __launch_bounds__(D)
     launch_dependents();
     wait_for_predecessor();
     const int h = blockIdx.x / (D / kCOLS), column0 = blockIdx.x % (D / kCOLS) * kCOLS;
-    const auto state_at = [&](int slot) {
-        return p.state_pool + (static_cast<int64_t>(slot) * p.v_heads + h) * D * D + column0;
-    };
     const auto gate_inputs = [&](int t) {
         if (static_cast<int>(threadIdx.x) >= kCHUNK || t >= p.t) return make_float2(0.0f, 0.0f);
         return make_float2(__ldcg(p.alpha + t * p.ld_gate + h), __ldcg(p.beta + t * p.ld_gate + h));
@@ -109,7 +106,7 @@ __global__ void __launch_bounds__(D)
     float2 inputs = gate_inputs(threadIdx.x);
     const int slot = __ldcg(p.slot);
     HeadState<D, kCOLS> state;
-    state.load(state_at(max(slot, 0)), slot < 0);
+    state.load(p, slot, h, column0);
     for (int t0 = 0, b = 0; t0 < p.t; t0 += kCHUNK, b ^= 1) {
         const int count = min(kCHUNK, p.t - t0);
         if (threadIdx.x < kCHUNK) s.gates[b][threadIdx.x] = gates_of(p, inputs.x, inputs.y, h);
@@ -121,9 +118,9 @@ __global__ void __launch_bounds__(D)
         __syncthreads();
         for (int i = 0; i < count; ++i) {
             const float o = state.step(s.partials, s.k[b][i], s.q[b][i], s.kq[i], s.v[b][i], s.gates[b][i]);
-            const int t = t0 + i, to = p.t <= p.slots ? t : t == p.t - 1 ? 0 : -1;
+            const int t = t0 + i;
             if (state.row0 == 0) p.y[t * p.ld_y + h * D + column0 + state.column] = o;
-            if (to >= 0) state.store(state_at(to));
+            state.keep(p, t, h, column0, s.k[b][i], s.gates[b][i].decay);
         }
     }
 }

@@ -1,8 +1,7 @@
 // Arithmetic of one layer's conv and delta rule, shared by the fused decode kernel and the two prefill kernels so that
 // both give the same bits.
 #pragma once
-#include "gated_delta_net.h"
-#include "ptx.cuh"
+#include "gated_delta_net_log.cuh"
 
 namespace nextn {
 
@@ -55,20 +54,48 @@ struct HeadState {
     using Partials = float2[2][kROW_PARTS][COLS];  // sums over a row part, by parity of the token
 
     float s[32];
+    float u;  // of the last step
     int row0, column, parity = 0;
 
     __device__ __forceinline__ HeadState()
         : row0(32 * ((threadIdx.x >> 5) % kROW_PARTS)),
           column(32 * ((threadIdx.x >> 5) / kROW_PARTS) + (threadIdx.x & 31)) {}
 
-    // `head`: the state [D, D] of this head at the block's first column.
-    __device__ __forceinline__ void load(const float* head, bool zero) {
+    // The state after the token of a slot, zeros where that is negative.  column0: the block's first of head h.
+    __device__ __forceinline__ void load(const NextnGatedDeltaNet& p, int slot, int h, int column0) {
+        const int group0 = column0 + column / 32 * 32, lane = column % 32;
+        if (row0 == 0) prefetch_steps<D>(p, slot, h, group0, lane);
+        const float* head = p.state_pool + static_cast<int64_t>(h) * D * D + column0 + column;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = zero ? 0.0f : __ldcg(head + (row0 + i) * D + column);
+        for (int i = 0; i < 32; ++i) s[i] = slot < 0 ? 0.0f : __ldcg(head + (row0 + i) * D);
+#pragma unroll 1
+        for (int j = 1; j <= slot; ++j) {
+            const StateStep<D> step(p.state_pool, p.v_heads, j, h, group0);
+            const float by = __ldcg(step.u(lane)), decay = __ldcg(step.decay());
+#pragma unroll
+            for (int i = 0; i < 32; i += 4) {
+                const float4 k = __ldcg(reinterpret_cast<const float4*>(step.k(row0 + i)));
+                s[i] = after_step(s[i], k.x, by, decay);
+                s[i + 1] = after_step(s[i + 1], k.y, by, decay);
+                s[i + 2] = after_step(s[i + 2], k.z, by, decay);
+                s[i + 3] = after_step(s[i + 3], k.w, by, decay);
+            }
+        }
     }
-    __device__ __forceinline__ void store(float* head) const {
+    // After `step` of token t, of which k and decay are: what its slot is to hold.
+    __device__ __forceinline__ void keep(const NextnGatedDeltaNet& p, int t, int h, int column0, const float* k,
+                                         float decay) const {
+        const int to = slot_after(p, t), lane = column % 32;
+        if (to == 0) {
+            float* head = p.state_pool + static_cast<int64_t>(h) * D * D + column0 + column;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) head[(row0 + i) * D + column] = s[i];
+            for (int i = 0; i < 32; ++i) head[(row0 + i) * D] = s[i];
+        } else if (to > 0) {
+            const StateStep<D> step(p.state_pool, p.v_heads, to, h, column0 + column - lane);
+            *step.k(row0 + lane) = k[row0 + lane];
+            if (row0 == 0) *step.u(lane) = u;
+            if (row0 == 0 && lane == 0) *step.decay() = decay;
+        }
     }
     // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q), so both sums use the old state and run
     // side by side.  Holds one block barrier; returns o of this lane's column (the same in every row part).
@@ -100,7 +127,7 @@ struct HeadState {
             q_sum = __fadd_rn(q_sum, f.y);
         }
         parity ^= 1;  // so the next step's sums need no second barrier
-        const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, v[column]));
+        u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, v[column]));
 #pragma unroll
         for (int b = 0; b < 8; ++b) {
             s[4 * b] = __fmaf_rn(kb[b].x, u, s[4 * b]);

@@ -20,11 +20,12 @@ typedef struct NextnGatedDeltaNet {
     const float* norm_weight;  // [D]
     float eps;
     float* conv_pool;     // [slots, kernel - 1, C] f32, read at *slot and written in place: rows before the conv
-    float* state_pool;    // [slots, HV, D, D] f32 (key index outermost), read at *slot and written in place
+    float* state_pool;    // [slots, HV, D, D] f32 (key index outermost): a state in slot 0, steps from it in the others
+                          // (gated_delta_net_log.cuh); read up to *slot and written in place
     const int32_t* slot;  // device; the slot to start from, or a negative number to start from zeros
     float* y;             // [t, HV*D] f32, stride ld_y
     int64_t ld_y;
-    int32_t t, slots;  // t <= slots: the state after token i goes to slot i; longer: the last one to slot 0
+    int32_t t, slots;  // t <= slots: slot i is for the state after token i; longer: slot 0 for the last one
     int32_t k_heads, v_heads, head_dim, conv_kernel;
     void* workspace;  // nextn_gated_delta_net_workspace bytes, 256-byte aligned, no contents kept
     size_t workspace_bytes;
@@ -39,3 +40,9 @@ NEXTN_API size_t nextn_gated_delta_net_workspace(int32_t t, int32_t k_heads, int
 // Refuses: head_dim other than 32, 64, 128; v_heads not a multiple of k_heads; conv_kernel outside 2..8; t or slots <
 // 1; strides or pointers off their alignment.
 NEXTN_API cudaError_t nextn_gated_delta_net(const NextnGatedDeltaNet* args, cudaStream_t stream);
+
+// Makes the state and window of slot `slot` those of slot 0, the state with the bits that the next pass from that slot
+// would start from; the slots behind are of no more use then.  slot <= 0: nothing to do.
+// window: numbers of a window, (kernel - 1) * C.
+NEXTN_API cudaError_t nextn_gated_delta_net_settle(float* state_pool, float* conv_pool, int32_t slot, int32_t v_heads,
+                                                   int32_t head_dim, int64_t window, cudaStream_t stream);

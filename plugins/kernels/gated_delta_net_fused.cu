@@ -103,11 +103,8 @@ __global__ void __launch_bounds__(HeadState<D, D / PARTS>::kTHREADS)
                     slot >= 0);
     });
     cp_async_commit();
-    const auto state_at = [&](int sl) {
-        return p.state_pool + (static_cast<int64_t>(sl) * p.v_heads + h) * D * D + column0;
-    };
     HeadState<D, COLS> state;
-    state.load(state_at(max(slot, 0)), slot < 0);
+    state.load(p, slot, h, column0);
     if (gating) s.gates[lane] = gates_of(p, alpha, beta, h);
     cp_async_wait<0>();
     __syncthreads();
@@ -118,8 +115,7 @@ __global__ void __launch_bounds__(HeadState<D, D / PARTS>::kTHREADS)
     for (int t = 0; t < p.t; ++t) {
         const float o = state.step(s.partials, s.k[t], s.q[t], s.kq[t], s.v[t], s.gates[t]);
         if (state.row0 == 0) s.o[t][state.column] = o;
-        const int to = p.t <= p.slots ? t : t == p.t - 1 ? 0 : -1;
-        if (to >= 0) state.store(state_at(to));
+        state.keep(p, t, h, column0, s.k[t], s.gates[t].decay);
     }
     __syncthreads();
     for (int i = warp; i < p.t * (COLS / 32); i += kWARPS) {

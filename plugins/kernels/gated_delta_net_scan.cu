@@ -194,8 +194,18 @@ __global__ void __launch_bounds__(ScanShared<D>::kTHREADS)
     state.load_u(u0, w.u + head_columns, width);
     const int slot = __ldcg(p.slot);
     const int64_t head_state = static_cast<int64_t>(h) * D * D + at.column0;
-    const float* from = p.state_pool + max(slot, 0) * width * D + head_state;
+    const float* from = p.state_pool + head_state;
     state.for_each([&](int column, int row, float& v) { v = slot < 0 ? 0.0f : __ldcg(from + row * D + column); });
+#pragma unroll 1
+    for (int j = 1; j <= slot; ++j) {  // the way to the state after the slot's token
+        const int first = at.column0 % kSTEP_COLUMNS;
+        const StateStep<D> step(p.state_pool, p.v_heads, j, h, at.column0 - first);
+        const float u[2] = {__ldcg(step.u(first + state.g)), __ldcg(step.u(first + state.g + 8))};
+        const float decay = __ldcg(step.decay());
+        state.for_each([&](int column, int row, float& v) {
+            v = after_step(v, __ldcg(step.k(row)), u[column != state.g], decay);
+        });
+    }
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const int b = chunk & 1;
         copies.keys(s, chunk);

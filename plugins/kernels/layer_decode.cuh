@@ -46,9 +46,12 @@ struct LayerParams {
     bool delta_net;                                      // run it after kINPUT
 };
 
-// Loads return in order: one that waits for memory holds up everything behind it, a barrier's word too. So what will be
-// needed later is brought to L2 first.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// The value in a register, from here on: the compiler would work it out anew for every tile, or what follows from it
+// before everything else, and run out of registers.
+__device__ __forceinline__ int keep(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
 
 // -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier words (tests.bench.layers reads
 // it).

@@ -9,6 +9,7 @@
 namespace nextn {
 
 constexpr int kGDN_CHANNELS = 2 * kGDN_DIM + kGDN_COLUMNS;  // that a block convolves: q, k, its columns of v
+static_assert(kGDN_COLUMNS == kSTEP_COLUMNS, "a block has the tiles of its columns to itself");
 
 struct __align__(16) DeltaWindow {
     float rows[kGDN_KERNEL - 1][kGDN_CHANNELS];
@@ -16,9 +17,18 @@ struct __align__(16) DeltaWindow {
 };
 template <int MAX_T>
 struct DeltaShared {
+    // Steps of the pass before that are fetched at once; where rows flow there is no room for more.
+    static constexpr int kSTEPS = MAX_T == kGroupTokens ? 4 : NEXTN_MAX_DECODE_T - 1;
     float q[MAX_T][kGDN_DIM], k[MAX_T][kGDN_DIM];
-    float v[MAX_T][kGDN_COLUMNS], gate[MAX_T][kGDN_COLUMNS], o[MAX_T][kGDN_COLUMNS];
-    float2 partials[2][4][kGDN_COLUMNS];  // by parity of the token and quarter of the rows
+    float v[MAX_T][kGDN_COLUMNS], gate[MAX_T][kGDN_COLUMNS];
+    union {
+        __align__(16) float steps[kSTEPS][kGDN_DIM + kGDN_COLUMNS + 4];  // k, u, decay; until this pass's first step
+        struct {
+            float2 partials[2][4][kGDN_COLUMNS];  // by parity of the token and quarter of the rows
+            float o[MAX_T][kGDN_COLUMNS];
+        };
+    };
+    static_assert(MAX_T <= kSTEPS + 1, "see take_steps");
     Gates gates[MAX_T];
     float kq[MAX_T];
 };
@@ -49,7 +59,8 @@ __device__ __forceinline__ void fetch_windows(const LayerParams& p, DeltaWindow&
     for (int i = lane; i < kGDN_CHANNELS; i += 32)
         prefetch_l2(g.conv_weight + static_cast<int64_t>(delta_channel(g, h, column0, i)) * kGDN_KERNEL);
     for (int i = lane; slot >= 0 && i < kGDN_DIM; i += 32)
-        prefetch_l2(g.state_pool + ((static_cast<int64_t>(slot) * g.v_heads + h) * kGDN_DIM + i) * kGDN_DIM + column0);
+        prefetch_l2(g.state_pool + (static_cast<int64_t>(h) * kGDN_DIM + i) * kGDN_DIM + column0);
+    prefetch_steps<kGDN_DIM>(g, slot, h, column0, lane);
 }
 
 // A warp has 32 rows of 8 columns of the state, a lane 8 rows of one: accesses are whole sectors, and a sum over the
@@ -83,15 +94,52 @@ struct DeltaBlock {
     __device__ __forceinline__ int64_t channels() const {
         return (2 * g.k_heads + g.v_heads) * static_cast<int64_t>(kGDN_DIM);
     }
-    __device__ __forceinline__ float* state_at(int to) const {
-        return g.state_pool + ((static_cast<int64_t>(to) * g.v_heads + h) * kGDN_DIM + row0) * kGDN_DIM + column0 +
-               column;
+    __device__ __forceinline__ float* state_in_pool() const {
+        return g.state_pool + (static_cast<int64_t>(h) * kGDN_DIM + row0) * kGDN_DIM + column0 + column;
+    }
+    __device__ __forceinline__ StateStep<kGDN_DIM> step_of(int of) const {
+        return {g.state_pool, g.v_heads, of, h, column0};
     }
 
     __device__ __forceinline__ void request_state() {
-        const float* from = state_at(max(slot, 0));
+        const float* from = state_in_pool();
 #pragma unroll
         for (int i = 0; i < kROWS; ++i) state[i] = __ldcg(from + i * kGDN_DIM);
+    }
+
+    // Steps that lead to the state in the slot, from `first` on, to shared memory.
+    __device__ __forceinline__ void fetch_steps(int first) {
+        constexpr int kPIECES = sizeof(s.steps[0]) / 16, kIN_ROW = kSTEP_COLUMNS / 4;
+        for (int i = keep(threadIdx.x); i < min(slot - first + 1, s.kSTEPS) * kPIECES; i += kTHREADS) {
+            const int j = i / kPIECES, piece = i % kPIECES;
+            cp_async_16(&s.steps[j][4 * piece],
+                        step_of(first + j).tile + piece / kIN_ROW * kGDN_DIM + piece % kIN_ROW * 4);
+        }
+        cp_async_commit();
+    }
+    // From the state in slot 0 to the one that this pass starts from; the first steps have been fetched. More are only
+    // needed of slots that this pass does not write.
+    __device__ __forceinline__ void take_steps() {
+#pragma unroll 1
+        for (int first = 1;;) {
+#pragma unroll 1
+            for (int j = 0; j < min(slot - first + 1, s.kSTEPS); ++j) {
+                const float* step = s.steps[j];
+                const float u = step[kGDN_DIM + column], decay = step[kGDN_DIM + kGDN_COLUMNS];
+                float k[kROWS];
+#pragma unroll
+                for (int i = 0; i < kROWS; i += 4)
+                    *reinterpret_cast<float4*>(k + i) = *reinterpret_cast<const float4*>(step + row0 + i);
+#pragma unroll
+                for (int i = 0; i < kROWS; ++i) state[i] = after_step(state[i], k[i], u, decay);
+            }
+            first += s.kSTEPS;
+            if (first > slot) return;
+            consumers_sync();
+            fetch_steps(first);
+            cp_async_wait<0>();
+            consumers_sync();
+        }
     }
 
     // Conv of this thread's channel for all tokens, and the windows after each of them.
@@ -117,7 +165,7 @@ struct DeltaBlock {
 #pragma unroll
             for (int j = 0; j < kGDN_KERNEL; ++j) v = __fmaf_rn(taps[j], row[t + j], v);
             to[t * stride] = silu(v);
-            const int at = p.t <= g.slots ? t : t == p.t - 1 ? 0 : -1;
+            const int at = slot_after(g, t);
             if (keeps && at >= 0)
 #pragma unroll
                 for (int j = 0; j < kBEFORE; ++j)
@@ -126,7 +174,7 @@ struct DeltaBlock {
         }
     }
 
-    // One warp a token: unit norms of q and k, and their product.
+    // One warp a token: unit norms of q and k, and their product; what its slot keeps of them.
     __device__ __forceinline__ void normalise(int t, int lane) {
         float q[kGDN_DIM / 32], k[kGDN_DIM / 32], dot = 0.0f;
 #pragma unroll
@@ -144,6 +192,12 @@ struct DeltaBlock {
         }
         dot = warp_sum(dot);
         if (lane == 0) s.kq[t] = dot;
+        const int to = slot_after(g, t);
+        if (to <= 0) return;
+        const StateStep<kGDN_DIM> kept = step_of(to);
+#pragma unroll
+        for (int e = 0; e < kGDN_DIM / 32; ++e) *kept.k(lane + 32 * e) = k[e];
+        if (lane == 0) *kept.decay() = s.gates[t].decay;
     }
 
     // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q): both sums use the old state.
@@ -176,11 +230,14 @@ struct DeltaBlock {
         }
         const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, s.v[t][column]));
 #pragma unroll
-        for (int i = 0; i < kROWS; ++i) state[i] = __fmaf_rn(k[i], u, __fmul_rn(gate.decay, state[i]));
-        if (quarter == 0 && lane < 8) s.o[t][column] = __fmaf_rn(u, s.kq[t], __fmul_rn(gate.decay, q_sum));
-        const int to = p.t <= g.slots ? t : t == p.t - 1 ? 0 : -1;
-        if (to < 0) return;
-        float* pool = state_at(to);
+        for (int i = 0; i < kROWS; ++i) state[i] = after_step(state[i], k[i], u, gate.decay);
+        const int to = slot_after(g, t);
+        if (quarter == 0 && lane < 8) {
+            s.o[t][column] = __fmaf_rn(u, s.kq[t], __fmul_rn(gate.decay, q_sum));
+            if (to > 0) *step_of(to).u(column) = u;
+        }
+        if (to) return;
+        float* pool = state_in_pool();
 #pragma unroll
         for (int i = 0; i < kROWS; ++i) pool[i * kGDN_DIM] = state[i];
     }
@@ -195,6 +252,7 @@ struct DeltaBlock {
         if (!active) return;  // the whole block
         request_state();
         consumers_sync();  // `s` may have been something else's
+        if (slot > 0) fetch_steps(1);
         if (threadIdx.x < kGDN_CHANNELS) conv();
         if (warp == kWARPS - 1 && lane < p.t)
             s.gates[lane] = gates_of(g, read(g.alpha + lane * g.ld_gate + h), read(g.beta + lane * g.ld_gate + h), h);
@@ -208,8 +266,10 @@ struct DeltaBlock {
         if (slot < 0)
 #pragma unroll
             for (int j = 0; j < kROWS; ++j) state[j] = 0.0f;
+        cp_async_wait<0>();
         consumers_sync();
         if (warp < p.t) normalise(warp, lane);
+        if (slot > 0) take_steps();
         consumers_sync();
         for (int t = 0; t < p.t; ++t) step(t, lane);
         consumers_sync();

@@ -32,13 +32,6 @@ struct LayerShared {
     int reading;                    // warps that read rows now
 };
 
-// The value in a register, from here on: the compiler would work it out anew for every tile, or what follows from it
-// before everything else, and run out of registers.
-__device__ __forceinline__ int keep(int v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
-
 // Over the superblocks of a row, one a lane.
 __device__ __forceinline__ float sum_of_squares(float v) {
 #pragma unroll

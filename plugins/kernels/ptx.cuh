@@ -154,4 +154,8 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
     return r;
 }
 
+// Loads return in order: one that waits for memory holds up everything behind it, a barrier's word too. So what will be
+// needed later is brought to L2 first.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 }  // namespace nextn

@@ -11,7 +11,7 @@ import pytest
 
 from engines.engine_manifest import EngineOptions
 from runtime.diagnosis import diagnose
-from runtime.engine import SavedState
+from runtime.host_copies import Span
 from runtime.session import SpecOptions, open_session
 from runtime.tensorrt_trunk import TensorrtTrunk
 from tests.faults import CONV, EH_PROJ, GRAPH, HALF, ROPE, V_HEADS
@@ -24,16 +24,9 @@ OPTIONS = EngineOptions(max_rows=4, context=256, prefill_chunk=64, embed_weights
 SPEC = SpecOptions("draft-mtp", 3)
 
 
-def _parts(trunk: TensorrtTrunk, slot: int) -> tuple[SavedState, list[np.ndarray]]:
-    """What a slot holds: recurrent state and convolution window of each layer in turn, flat."""
-    saved = trunk.memory.save_slot(slot)
-    sizes = [part.size for pair in trunk.memory.read_slot(slot).values() for part in pair]
-    return saved, np.split(np.frombuffer(saved.data.tobytes(), np.float32).copy(), np.cumsum(sizes)[:-1])
-
-
-def _put(trunk: TensorrtTrunk, slot: int, saved: SavedState, parts: list[np.ndarray]) -> None:
-    data = np.concatenate(parts).view(saved.data.dtype).reshape(saved.data.shape)
-    trunk.memory.load_slot(slot, replace(saved, data=data))
+def _windows(trunk: TensorrtTrunk, slot: int) -> list[Span]:
+    """Where the convolution windows of a slot lie."""
+    return [(first + slot * nbytes, nbytes) for _, (first, nbytes) in trunk.memory._slot_0().values()]
 
 
 def state_in_half_precision(patch: Patch) -> None:
@@ -41,9 +34,12 @@ def state_in_half_precision(patch: Patch) -> None:
 
     def rounding(self: TensorrtTrunk, n_keep: int) -> None:
         commit(self, n_keep)
-        saved, parts = _parts(self, self._slot)
-        parts[::2] = [part.astype(np.float16).astype(np.float32) for part in parts[::2]]
-        _put(self, self._slot, saved, parts)
+        saved = self.save_recurrent()
+        sizes = [part.size for pair in self.memory.read_recurrent().values() for part in pair]
+        parts = np.split(np.frombuffer(saved.data.tobytes(), np.float32).copy(), np.cumsum(sizes)[:-1])
+        parts[::2] = [state.astype(np.float16).astype(np.float32) for state in parts[::2]]
+        data = np.concatenate(parts).view(saved.data.dtype).reshape(saved.data.shape)
+        self.memory.load_recurrent(replace(saved, data=data))
 
     patch.setattr(TensorrtTrunk, "commit", rounding)
 
@@ -53,11 +49,11 @@ def last_window_kept(patch: Patch) -> None:
     commit = TensorrtTrunk.commit
 
     def keeping(self: TensorrtTrunk, n_keep: int) -> None:
-        last = self._pending - 1
+        last, host = _windows(self, self._pending - 1), self._shared.host
         commit(self, n_keep)
-        saved, parts = _parts(self, self._slot)
-        parts[1::2] = _parts(self, last)[1][1::2]
-        _put(self, self._slot, saved, parts)
+        windows = host.fetch(last)
+        self._settle()
+        host.put(_windows(self, 0), windows)
 
     patch.setattr(TensorrtTrunk, "commit", keeping)
 

@@ -136,6 +136,7 @@ def kernels() -> ctypes.CDLL:
     lib.nextn_gated_delta_net_workspace.restype = lib.nextn_attention_workspace.restype = c_size_t
     lib.nextn_cache_row_bytes.restype = c_size_t
     lib.nextn_gated_delta_net.argtypes = (POINTER(GatedDeltaNet), c_void_p)
+    lib.nextn_gated_delta_net_settle.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int64, c_void_p)
     lib.nextn_attention.argtypes = (POINTER(Attention), c_void_p)
     lib.nextn_rope_rows.argtypes = (
         *(c_void_p, c_int32, c_void_p, c_int32, c_float),
@@ -187,6 +188,13 @@ class DeviceArray:
     def fill(self, value: int) -> None:
         """Every byte."""
         check(runtime().cudaMemset(self.ptr, value, self.bytes))
+
+    def copy(self) -> DeviceArray:
+        """On the device."""
+        out = DeviceArray(self.shape, self.dtype)
+        kind = runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        check(runtime().cudaMemcpy(out.ptr, self.ptr, self.bytes, kind))
+        return out
 
     def host(self) -> NDArray[Any]:
         out = np.empty(self.bytes + _GUARD, np.uint8)

@@ -1,4 +1,6 @@
-"""Conv + Gated DeltaNet against float64, slots, and independence of how tokens are cut into calls."""
+"""Conv + Gated DeltaNet against float64, slots, and independence of how tokens are cut into calls.
+
+Slots behind the first hold steps, not states; `Net.slot` has them applied."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 
 from tests.kernels import library as lib
 from tests.oracle import gated_delta_net as oracle
+from tests.oracle import state_slots
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +85,28 @@ class Net:
     def pools(self) -> tuple[F32, F32]:
         return self.conv_pool.host(), self.state_pool.host()
 
+    def settle(self, slot: int) -> None:
+        s = self.shape
+        window, pools = (s.kernel - 1) * s.channels, (self.state_pool.ptr, self.conv_pool.ptr)
+        assert lib.kernels().nextn_gated_delta_net_settle(*pools, slot, s.v_heads, s.dim, window, None) == 0
+        lib.synchronize()
+
+    def slot(self, slot: int) -> tuple[F32, F32]:
+        """Window [kernel - 1, C] and state [HV, D, D] that a call from that slot starts from."""
+        pools = self.conv_pool, self.state_pool
+        self.conv_pool, self.state_pool = (pool.copy() for pool in pools)
+        try:
+            self.settle(slot)
+            windows, states = self.pools()
+            return windows[0].copy(), states[0].copy()
+        finally:
+            self.conv_pool, self.state_pool = pools
+
+    def slots(self, count: int) -> tuple[F32, F32]:
+        """The first ``count``."""
+        windows, states = zip(*(self.slot(i) for i in range(count)), strict=True)
+        return np.stack(windows), np.stack(states)
+
     def reference(self, inputs: list[F32]) -> oracle.Steps:
         s = self.shape
         window, state = np.zeros((s.kernel - 1, s.channels)), np.zeros((s.v_heads, s.dim, s.dim))
@@ -89,7 +114,7 @@ class Net:
         return oracle.run(self.layer, qkv, z, alpha, beta, window, state)
 
 
-def relative(got: F32, want: NDArray[np.float64]) -> float:
+def relative(got: NDArray[np.floating], want: NDArray[np.float64]) -> float:
     assert np.isfinite(got).all()
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
@@ -112,9 +137,11 @@ def test_slots_hold_the_state_after_each_token(rng: np.random.Generator, shape: 
     t = shape.slots
     inputs = net.inputs(rng, t)
     y, want = net.run(inputs, slot=-1, flags=1), net.reference(inputs)
-    windows, states = net.pools()
+    windows, states = net.slots(t)
     assert relative(y, want.y) < ERROR
     assert relative(states, want.states) < ERROR
+    pool = net.state_pool.host()
+    assert relative(np.stack([state_slots.get(pool, i) for i in range(t)]), want.states) < ERROR, "slots as described"
     assert np.array_equal(windows, want.windows.astype(np.float32))
 
 
@@ -128,7 +155,7 @@ def test_any_cut_into_short_calls_gives_the_same_bits(rng: np.random.Generator, 
         t = min(int(rng.integers(1, MAX_DECODE_T + 1)), 33 - at)
         parts.append(net.run([x[at : at + t] for x in inputs], slot))
         at, slot = at + t, t - 1 if t <= shape.slots else 0
-    window, state = (pool[slot] for pool in net.pools())
+    window, state = net.slot(slot)
     assert np.array_equal(np.concatenate(parts), whole)
     assert np.array_equal(window, last_window) and np.array_equal(state, last_state)
 
@@ -144,7 +171,7 @@ def test_long_calls_after_each_other(rng: np.random.Generator, shape: Shape, len
         parts.append(net.run([x[at : at + t] for x in inputs], slot, flags=1))
         at, slot = at + t, t - 1 if t <= shape.slots else 0
     want = net.reference(inputs)
-    window, state = (pool[slot] for pool in net.pools())
+    window, state = net.slot(slot)
     assert relative(np.concatenate(parts), want.y) < ERROR
     assert relative(state, want.states[-1]) < ERROR
     assert np.array_equal(window, want.windows[-1].astype(np.float32))
@@ -155,21 +182,62 @@ def test_many_slots_keep_the_state_after_each_token_of_a_long_call(rng: np.rando
     net = Net(rng, replace(shape, slots=20))
     inputs = net.inputs(rng, 20)
     y, want = net.run(inputs, slot=-1), net.reference(inputs)
-    windows, states = net.pools()
+    windows, states = net.slots(20)
     assert relative(y, want.y) < ERROR
     assert relative(states, want.states) < ERROR
     assert np.array_equal(windows, want.windows.astype(np.float32))
+    after = net.inputs(rng, 3)
+    for slot in (8, 19):  # further than a short call goes
+        kept = [np.concatenate([a[: slot + 1], b]) for a, b in zip(inputs, after, strict=True)]
+        net.run(inputs, slot=-1)
+        assert relative(net.run(after, slot), net.reference(kept).y[-3:]) < ERROR
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_rollback_to_any_slot_equals_a_run_without_the_rejected_tokens(rng: np.random.Generator, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("t", [1, 2, 5, 8])
+def test_a_call_from_any_slot_equals_one_that_never_saw_the_rejected_tokens(
+    rng: np.random.Generator, shape: Shape, t: int
+) -> None:
+    """Bit by bit, with the windows and states that it leaves itself; round after round."""
+    drafted, plain = Net(rng, shape), Net(rng, shape)
+    plain.constants = drafted.constants
+    plain.run(first := plain.inputs(rng, 3), slot=-1)
+    drafted.run(first, slot=-1)
+    slot = plain_slot = 2
+    for kept in rng.permutation(shape.slots).tolist():
+        inputs = plain.inputs(rng, shape.slots)
+        drafted.run(inputs, slot, flags=1)
+        for i in range(kept + 1):
+            plain.run([x[i : i + 1] for x in inputs], plain_slot)
+            plain_slot = 0
+        slot = kept
+        assert all(np.array_equal(a, b) for a, b in zip(drafted.slot(slot), plain.slot(0), strict=True)), kept
+        inputs = plain.inputs(rng, t)
+        assert np.array_equal(drafted.run(inputs, slot, flags=1), plain.run(inputs, 0)), kept
+        slot = plain_slot = t - 1 if t <= shape.slots else 0
+        assert all(np.array_equal(a, b) for a, b in zip(drafted.slot(slot), plain.slot(slot), strict=True)), kept
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("t", [21, 64])
+def test_a_long_call_after_rejected_tokens(rng: np.random.Generator, shape: Shape, t: int) -> None:
+    """The same bits as from the state that they had left untouched, as it is or settled."""
     net = Net(rng, shape)
-    first, after = net.inputs(rng, shape.slots), net.inputs(rng, 2)
+    first, after = net.inputs(rng, shape.slots), net.inputs(rng, t)
     for kept in range(shape.slots):
-        net.run(first, slot=-1)
-        y = net.run(after, slot=kept)
-        want = net.reference([np.concatenate([a[: kept + 1], b]) for a, b in zip(first, after, strict=True)])
-        assert relative(y, want.y[-2:]) < ERROR
+        for i in range(kept + 1):
+            net.run([x[i : i + 1] for x in first], slot=0 if i else -1)
+        want, wanted = net.run(after, slot=0), net.slot(0)
+        for settled in (False, True):
+            net.run(first, slot=-1)
+            if settled:
+                before = [pool[1:] for pool in net.pools()]
+                net.settle(kept)
+                assert all(
+                    np.array_equal(now[1:], was, equal_nan=True) for now, was in zip(net.pools(), before, strict=True)
+                )
+            assert np.array_equal(net.run(after, 0 if settled else kept, flags=1), want)
+            assert all(np.array_equal(a, b) for a, b in zip(net.slot(0), wanted, strict=True))
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
@@ -179,13 +247,13 @@ def test_a_bad_number_reaches_no_earlier_token(rng: np.random.Generator, shape: 
     inputs = net.inputs(rng, shape.slots)
     for bad in range(1, shape.slots):
         want = net.run([x[:bad] for x in inputs], slot=-1)
-        wanted = [pool[:bad].copy() for pool in net.pools()]
+        wanted = net.slots(bad)
         damaged = [x.copy() for x in inputs]
         for x in damaged:
             x[bad:] = np.nan
         y = net.run(damaged, slot=-1)
         assert np.array_equal(y[:bad], want) and not np.isfinite(y[bad:]).any()
-        assert all(np.array_equal(pool[:bad], before) for pool, before in zip(net.pools(), wanted, strict=True))
+        assert all(np.array_equal(now, before) for now, before in zip(net.slots(bad), wanted, strict=True))
 
 
 def test_extreme_decay(rng: np.random.Generator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -63,23 +65,58 @@ def test_does_not_depend_on_t(rng: np.random.Generator, shape: Shape) -> None:
         x = inputs(rng, t, shape.d)
         start = -1 if shape.net is not None else POSITION
         whole = layer.run(x, start)
-        state = _state(layer)
+        state = _state(layer, t)
         for i in range(t):
             begin = start if i == 0 else (0 if shape.net is not None else POSITION + i)
             one = layer.run(x[i : i + 1], begin)
             assert np.array_equal(one[0], whole[i]), (t, i)
             if shape.net is not None and t <= shape.net.slots:
-                for now, after in zip(_state(layer), state, strict=True):
-                    assert np.array_equal(now[0], after[i]), (t, i)
+                for now, after in zip(layer.net.slot(0), state, strict=True):
+                    assert np.array_equal(now, after[i]), (t, i)
         if shape.net is None:
-            for now, after in zip(_state(layer), state, strict=True):
+            for now, after in zip(_state(layer, t), state, strict=True):
                 assert np.array_equal(now, after, equal_nan=True)
 
 
-def _state(layer: RandomLayer) -> list[NDArray[np.generic]]:
+def _state(layer: RandomLayer, t: int) -> list[NDArray[np.generic]]:
+    """After a call of t tokens: caches, or windows and states after each token, where they are kept."""
     if layer.shape.net is None:
         return list(layer.attention.cached())
-    return [pool.copy() for pool in layer.net.pools()]
+    return list(layer.net.slots(t if t <= layer.shape.net.slots else 1))
+
+
+@pytest.mark.parametrize("shape", [FEW_TILES, SMALL, NINE_B], ids=str)
+@pytest.mark.parametrize("t", [1, 2, 4, 5, 8])
+def test_a_call_from_any_slot_equals_one_that_never_saw_the_rejected_tokens(
+    rng: np.random.Generator, shape: Shape, t: int
+) -> None:
+    """Bit by bit, with the windows and states that it leaves itself; launches overlap."""
+    assert shape.net is not None
+    layer = RandomLayer(rng, replace(shape, net=replace(shape.net, slots=8)), repeat=2)
+    x, after = inputs(rng, 8, shape.d), inputs(rng, t, shape.d)
+    for kept in range(8):
+        for i in range(kept + 1):
+            layer.run(x[i : i + 1], 0 if i else -1)
+        start = layer.net.slot(0)
+        want = layer.run(after, 0)
+        wanted = layer.net.slots(t)
+        layer.run(x, -1)
+        assert all(np.array_equal(a, b) for a, b in zip(layer.net.slot(kept), start, strict=True)), kept
+        assert np.array_equal(layer.run(after, kept), want), kept
+        assert all(np.array_equal(a, b) for a, b in zip(layer.net.slots(t), wanted, strict=True)), kept
+
+
+@pytest.mark.parametrize("flags", [PDL, PDL | SEPARATE])
+def test_kernels_go_on_from_what_each_other_left(rng: np.random.Generator, flags: int) -> None:
+    """The persistent kernel and the single ones agree about what a slot means."""
+    layer, others = RandomLayer(rng, SMALL, repeat=2), PDL if flags & SEPARATE else PDL | SEPARATE
+    x, after = inputs(rng, 5, SMALL.d), inputs(rng, 2, SMALL.d)
+    for kept in (1, 4):
+        layer.run(x, -1, others)
+        went_on = layer.run(after, kept, flags)
+        layer.run(x, -1, others)
+        layer.net.settle(kept)
+        assert np.array_equal(layer.run(after, 0, flags), went_on), kept
 
 
 @pytest.mark.parametrize("shape", [NINE_B.with_types(*TYPES["mixed"]), ATTENTION], ids=str)

@@ -33,11 +33,15 @@ class Layer:
 
 @dataclass
 class Steps:
-    """y [T, HV D], and what is known after each token: window [T, kernel - 1, C], state [T, HV, D, D]."""
+    """y [T, HV D], and what is known after each token: window [T, kernel - 1, C], state [T, HV, D, D], and what made
+    it of the one before, decay * state + key delta^T: keys, deltas [T, HV, D], decays [T, HV]."""
 
     y: F64
     windows: F64
     states: F64
+    keys: F64
+    deltas: F64
+    decays: F64
 
 
 def sigmoid(x: F64) -> F64:
@@ -49,6 +53,7 @@ def run(layer: Layer, qkv: F64, z: F64, alpha: F64, beta: F64, window: F64, stat
     d, hk, hv = layer.dim, layer.k_heads, layer.v_heads
     window, state = window.copy(), state.copy()
     out, windows, states = np.empty((len(qkv), hv * d)), [], []
+    keys, deltas, decays = np.empty((len(qkv), hv, d)), np.empty((len(qkv), hv, d)), np.empty((len(qkv), hv))
     for t in range(len(qkv)):
         rows = np.vstack([window, qkv[t]])
         mixed = np.einsum("jc,cj->c", rows, layer.conv_weight)
@@ -59,13 +64,15 @@ def run(layer: Layer, qkv: F64, z: F64, alpha: F64, beta: F64, window: F64, stat
             qh, kh = q.reshape(hk, d)[h % hk], k.reshape(hk, d)[h % hk]
             qh = qh / np.sqrt((qh * qh).sum() + layer.eps) / np.sqrt(d)
             kh = kh / np.sqrt((kh * kh).sum() + layer.eps)
-            decayed = state[h] * np.exp(layer.a[h] * np.log1p(np.exp(alpha[t, h] + layer.dt_bias[h])))
+            decay = np.exp(layer.a[h] * np.log1p(np.exp(alpha[t, h] + layer.dt_bias[h])))
+            decayed = state[h] * decay
             delta = sigmoid(beta[t, h]) * (v.reshape(hv, d)[h] - decayed.T @ kh)
             state[h] = decayed + np.outer(kh, delta)
+            keys[t, h], deltas[t, h], decays[t, h] = kh, delta, decay
             o = state[h].T @ qh
             gate = z[t].reshape(hv, d)[h]
             o = o / np.sqrt((o * o).mean() + layer.eps) * layer.norm
             out[t].reshape(hv, d)[h] = o * gate * sigmoid(gate)
         windows.append(window)
         states.append(state.copy())
-    return Steps(out, np.stack(windows), np.stack(states))
+    return Steps(out, np.stack(windows), np.stack(states), keys, deltas, decays)

@@ -32,8 +32,11 @@ GEOMETRY = Geometry(
     conv_kernel=2,
     context_length=128,
 )
-_SLOT_VALUES = 4  # float32 values of a slot's state, of which the first two hold the toy's 64-bit state
-POOL = MAX_ROWS * (_SLOT_VALUES + 4)
+# float32 values of a slot's state. The first two hold 64 bits: in slot 0 the toy's state, in the others the token that
+# leads to the next state.
+_SLOT_VALUES = 4
+_WINDOW_VALUES = 4
+POOL = MAX_ROWS * (_SLOT_VALUES + _WINDOW_VALUES)
 WEIGHT = bytes(range(200))
 
 
@@ -48,9 +51,9 @@ def trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
         array(at[name], (n,), np.int32) for name, n in (("tokens", count), ("slot", 1), ("position", 1))
     )
     pool = array(at["blk.0.pool"], (POOL,), np.float32)
-    slots = [pool[i * _SLOT_VALUES :][:2].view(np.int64) for i in range(MAX_ROWS)]
+    slots = _slots(pool)
     cache = array(at["blk.1.cache"], (2, CONTEXT, 1, 4), np.float16)
-    state = int(slots[slot[0]][0]) if slot[0] >= 0 else START_STATE
+    state = _state_of(slots, slot[0]) if slot[0] >= 0 else START_STATE
     assert state == _fold(cache, position[0]), "slot and cache do not belong together"
     assert array(at["shared.weight"], (200,), np.uint8).tobytes() == WEIGHT
     hidden = array(at["hidden.out"], (count, HIDDEN), np.float32)
@@ -61,11 +64,31 @@ def trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
         states.append(state)
         hidden[i] = 0
         hidden[i, :2].view(np.int64)[0] = state
-    for i, after in enumerate(states if count <= MAX_ROWS else states[-1:]):
-        slots[i][0] = after
+    slots[0][0] = states[0 if count <= MAX_ROWS else -1]
+    for i in range(1, count if count <= MAX_ROWS else 1):
+        slots[i][0] = tokens[i]
     logits = array(at["logits"], (num_rows, VOCAB), np.float32)
     for i, row in enumerate(array(at["rows"], (num_rows,), np.int32).tolist()):
         logits[i] = logits_of(states[row])[0]
+
+
+def settle(states: int, windows: int, slot: int) -> None:
+    """Slot 0 gets state and window of another; device addresses of both parts of a pool."""
+    slots, size = _slots(array(states, (MAX_ROWS * _SLOT_VALUES,), np.float32)), _WINDOW_VALUES
+    slots[0][0] = _state_of(slots, slot)
+    of_all = array(windows, (MAX_ROWS, size), np.float32)
+    of_all[0] = of_all[slot]
+
+
+def _slots(pool: np.ndarray) -> list[np.ndarray]:
+    return [pool[i * _SLOT_VALUES :][:2].view(np.int64) for i in range(MAX_ROWS)]
+
+
+def _state_of(slots: list[np.ndarray], slot: int) -> int:
+    state = int(slots[0][0])
+    for i in range(1, slot + 1):
+        state = next_state(state, int(slots[i][0]))
+    return state
 
 
 def draft_pass(at: dict[str, int], count: int, num_rows: int, ids: np.ndarray) -> None:

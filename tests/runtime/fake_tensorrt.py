@@ -40,6 +40,7 @@ from tests.runtime.fake_passes import (
     WEIGHT,
     array,
     draft_pass,
+    settle,
     trunk_pass,
 )
 
@@ -179,17 +180,24 @@ class FakeContext:
 
 
 class FakeKernels:
-    """The kernel library's token choice, by `runtime.sampling`. status: of every launch."""
+    """The kernel library: token choice by `runtime.sampling`, slots of the toy. status: of every launch."""
 
     def __init__(self, fake: FakeCuda, status: int = 0) -> None:
         self.fake, self.status = fake, status
         self.nextn_select_workspace = _Function(lambda rows: 64 * rows)
         self.nextn_select = _Function(self._select)
         self.nextn_read = _Function(self._read)
+        self.nextn_gated_delta_net_settle = _Function(self._settle)
 
     def _read(self, data: int, nbytes: int, sink: int, stream: int) -> int:
         assert nbytes % 16 == 0
         self.fake.stream(stream).add(lambda: None)
+        return self.status
+
+    def _settle(self, states: int, windows: int, slot: int, heads: int, dim: int, window: int, stream: int) -> int:
+        g = GEOMETRY
+        assert (heads, dim, window) == (g.gdn_v_heads, g.gdn_head_dim, (g.conv_kernel - 1) * g.conv_channels)
+        self.fake.stream(stream).add(lambda: settle(states, windows, slot))
         return self.status
 
     def _select(self, logits: int, ld: int, rows: int, n: int, *rest: Any) -> int:
