@@ -24,6 +24,7 @@ FORMAT_VERSION = 3
 GUESS_ROWS = 8
 # Verify passes of one row leave their hidden row in so many places in turn.
 ONE_ROW_PLACES = 2
+STEP_COLUMNS = 32  # of a state that a step is kept for at a time
 
 
 @dataclass(frozen=True)
@@ -205,10 +206,17 @@ def _check_parts(manifest: EngineManifest) -> None:
 
 
 def pool_size(geometry: Geometry, max_rows: int) -> int:
-    """Float32 values of one layer's Gated DeltaNet pool with a slot per row of a verify pass."""
-    state = geometry.gdn_v_heads * geometry.gdn_head_dim**2
+    """Float32 values of one layer's Gated DeltaNet pool with a slot per row of a verify pass: a state in the first, the
+    step from the slot before in each of the others, a window in all."""
+    heads, dim = geometry.gdn_v_heads, geometry.gdn_head_dim
     window = (geometry.conv_kernel - 1) * geometry.conv_channels
-    return max_rows * (state + window)
+    return heads * dim**2 + (max_rows - 1) * step_size(heads, dim) + max_rows * window
+
+
+def step_size(v_heads: int, head_dim: int) -> int:
+    """Float32 values of a step: for each head and STEP_COLUMNS of its value columns the key, what goes into these
+    columns, and the decay in as much room."""
+    return v_heads * (head_dim // STEP_COLUMNS) * (head_dim + 2 * STEP_COLUMNS)
 
 
 def _engine(raw: dict[str, Any]) -> Engine:

@@ -172,7 +172,10 @@ GATED_DELTA_NET = Op(
     inputs=(
         Tensor("rows", "float32", "[T, (2 HK + 2 HV) D + 2 HV]", "q, k, v before the conv; z; alpha; beta"),
         Tensor(
-            "pool", "float32", "[S HV D D + S (kernel - 1) C]", "states [S, HV, D, D], then windows [S, kernel - 1, C]"
+            "pool",
+            "float32",
+            "[HV D D + (S - 1) HV (D / 32) (D + 64) + S (kernel - 1) C]",
+            "state [HV, D, D], steps [S - 1, HV, D / 32, D + 64], windows [S, kernel - 1, C]",
         ),
         Tensor("slot", "int32", "[1]", "slot to start from; negative: from zeros"),
         Tensor("parameters", "float32", "[C kernel + 2 HV + D]", "conv weight [C, kernel], a [HV], dt [HV], norm [D]"),
@@ -180,7 +183,7 @@ GATED_DELTA_NET = Op(
     outputs=(
         Tensor("y", "float32", "[T, HV D]"),
         Tensor(
-            "pool_out", "float32", "as pool", "T <= S: after token i in slot i; else after the last in slot 0", "pool"
+            "pool_out", "float32", "as pool", "T <= S: slot i for after token i; else slot 0 for after the last", "pool"
         ),
     ),
     attributes=(
@@ -238,7 +241,7 @@ GATED_DELTA_NET_LAYER = Op(
         Tensor("weights", "int8", "[1, B, 256]", f"pack of {', '.join(DELTA_NET_MATRICES)}"),
         Tensor("parameters", "float32", "[2 E + C kernel + 2 HV + D]", "norm of x, norm of r; then as GatedDeltaNet"),
         Tensor("slot", "int32", "[1]", "as GatedDeltaNet"),
-        Tensor("pool", "float32", "[S HV D D + S (kernel - 1) C]", "as GatedDeltaNet"),
+        Tensor("pool", "float32", "[P]", "as GatedDeltaNet"),
     ),
     outputs=(
         Tensor("y", "float32", "[T, E]"),

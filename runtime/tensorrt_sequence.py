@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from engines.engine_manifest import ONE_ROW_PLACES, Binding, EngineManifest
+from engines.engine_manifest import ONE_ROW_PLACES, Binding, EngineManifest, pool_size
 from engines.manifest import Geometry
 from engines.memory_plan import nbytes_of, state_bindings
 from runtime.cuda import DeviceBuffer, Recorder, Stream
@@ -22,8 +22,7 @@ _F32_BYTES = 4
 
 class SequenceMemory:
     """State of the engines ``roles``, by the name of the input: KV caches [2, L, KV, D] of a type each, and of each
-    Gated DeltaNet layer a pool, S states [HV, DK, DV] f32 (the first; steps from it in the others) and then S windows
-    [kernel - 1, C] f32.
+    Gated DeltaNet layer a pool, f32: a state [HV, DK, DV], S - 1 steps from it, S windows [kernel - 1, C].
 
     addresses: by role, for `EngineSession.use`. hidden, prefill_hidden: where the trunk's passes leave their rows;
     one_row: where verify passes of one row do, in turns.
@@ -116,11 +115,12 @@ class SequenceMemory:
     def _slot_0(self) -> dict[str, list[Span]]:
         """Where state and window of each pool's first slot lie, by the layer's prefix."""
         state, window = (int(np.prod(shape)) * _F32_BYTES for shape in (self._state_shape, self._window_shape))
+        before_windows = pool_size(self._geometry, self.num_slots) * _F32_BYTES - self.num_slots * window
         spans = {}
         for name in self.addresses["trunk"]:
             if name.endswith(".pool"):
-                first = self.states[name].address
-                spans[name.rsplit(".", 1)[0]] = [(first, state), (first + self.num_slots * state, window)]
+                pool = self.states[name]
+                spans[name.rsplit(".", 1)[0]] = [(pool.address, state), (pool.address + before_windows, window)]
         return spans
 
     @property

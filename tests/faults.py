@@ -82,8 +82,8 @@ def _delta_net(change: Callable[[list[np.ndarray], semantics.Attributes], list[n
 
 def _half(inputs: list[np.ndarray], at: semantics.Attributes) -> list[np.ndarray]:
     y, pool = semantics.gated_delta_net(inputs, at)
-    states, _ = semantics.split_pool(pool, at)
-    states[:] = states.astype(np.float16)
+    state, steps, _ = semantics.split_pool(pool, at)
+    state[:], steps[:] = state.astype(np.float16), steps.astype(np.float16)
     return [y, pool]
 
 
@@ -91,7 +91,7 @@ def _last_window(inputs: list[np.ndarray], at: semantics.Attributes) -> list[np.
     """The window of the last slot, with the state of the one asked for."""
     rows, pool, slot, parameters = inputs
     pool = pool.copy()
-    _, windows = semantics.split_pool(pool, at)
+    _, _, windows = semantics.split_pool(pool, at)
     windows[slot[0]] = windows[-1]
     return semantics.gated_delta_net([rows, pool, slot, parameters], at)
 

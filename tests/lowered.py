@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from plugins import ops
@@ -38,7 +39,7 @@ class Lowered:
                 continue
             name = node.input[ops.OPS[node.op_type].alias_of(-1)]
             if "v_heads" in attributes:
-                self.state[name] = np.zeros(max_rows * sum(_slot_sizes(attributes)))
+                self.state[name] = np.zeros(_pool_size(attributes, max_rows))
             else:
                 rows = np.zeros((2, capacity, attributes["kv_heads"], attributes["head_dim"]))
                 self.state[name] = int8_rows.encode(rows) if attributes["cache_type"] else rows
@@ -67,8 +68,8 @@ class Lowered:
         """Window [kernel - 1, C] and state [HV, D, D] of a slot."""
         node = next(n for n in self.model.graph.node if f"blk.{layer}.pool" in n.input)
         attributes = _attributes(node)
-        windows, states = _pools(self.state[f"blk.{layer}.pool"], attributes)
-        return windows[slot], state_slots.get(states, slot)
+        windows, *states = _pools(self.state[f"blk.{layer}.pool"], attributes)
+        return windows[slot], state_slots.get(*states, slot)
 
     def _value(self, tensor: TensorProto) -> np.ndarray:
         if tensor.data_location != TensorProto.EXTERNAL:
@@ -120,16 +121,21 @@ def _rope_tables(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
     return [at["factor"] * np.stack([np.cos(angles), np.sin(angles)])]
 
 
-def _slot_sizes(at: Attributes) -> tuple[int, int]:
-    channels = (2 * at["k_heads"] + at["v_heads"]) * at["head_dim"]
-    return at["v_heads"] * at["head_dim"] ** 2, (at["conv_kernel"] - 1) * channels
+def _window_size(at: Attributes) -> int:
+    return int((at["conv_kernel"] - 1) * (2 * at["k_heads"] + at["v_heads"]) * at["head_dim"])
 
 
-def _pools(pool: F64, at: Attributes) -> tuple[F64, F64]:
-    state_size, window_size = _slot_sizes(at)
-    slots = len(pool) // (state_size + window_size)
-    states = pool[: slots * state_size].reshape(slots, at["v_heads"], at["head_dim"], at["head_dim"])
-    return pool[slots * state_size :].reshape(slots, at["conv_kernel"] - 1, -1), states
+def _pool_size(at: Attributes, slots: int) -> int:
+    heads, dim = at["v_heads"], at["head_dim"]
+    return int(heads * (dim**2 + (slots - 1) * (dim // 32) * (dim + 64)) + slots * _window_size(at))
+
+
+def _pools(pool: F64, at: Attributes) -> tuple[F64, NDArray[np.floating], NDArray[np.floating]]:
+    """Windows, state, steps."""
+    slots = next(n for n in range(1, len(pool)) if _pool_size(at, n) == len(pool))
+    first = len(pool) - slots * _window_size(at)
+    state, steps = state_slots.split(pool[:first], at["v_heads"], at["head_dim"])
+    return pool[first:].reshape(slots, at["conv_kernel"] - 1, -1), state, steps
 
 
 def _gated_delta_net(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarray]:
@@ -140,16 +146,16 @@ def _gated_delta_net(inputs: list[np.ndarray], at: Attributes) -> list[np.ndarra
     layer = gated_delta_net.Layer(at["k_heads"], heads, conv.reshape(channels, -1), a, dt, norm, at["epsilon"])
     qkv, z, alpha, beta = np.split(rows, np.cumsum([channels, heads * dim, heads]), axis=1)
     pool = pool.copy()
-    windows, states = _pools(pool, at)
+    windows, state, kept_steps = _pools(pool, at)
     before = (
-        (windows[slot[0]], state_slots.get(states, slot[0]))
+        (windows[slot[0]], state_slots.get(state, kept_steps, slot[0]))
         if slot[0] >= 0
-        else (np.zeros_like(windows[0]), np.zeros_like(states[0]))
+        else (np.zeros_like(windows[0]), np.zeros_like(state))
     )
     steps = gated_delta_net.run(layer, qkv, z, alpha, beta, *before)
-    kept = steps.windows if len(rows) <= len(states) else steps.windows[-1:]
+    kept = steps.windows if len(rows) <= len(windows) else steps.windows[-1:]
     windows[: len(kept)] = kept
-    state_slots.put(states, steps)
+    state_slots.put(state, kept_steps, steps)
     return [steps.y, pool]
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from engines.accuracy import int8_rows, state_slots
 from engines.accuracy.plan import CANONICAL, Plan
+from engines.engine_manifest import pool_size
 from engines.errors import EngineError, UsageError
 from engines.manifest import Geometry, Manifest
 
@@ -124,11 +125,11 @@ class _Feeds:
         return feed
 
     def _pool(self, state: np.ndarray, window: np.ndarray, slot: int) -> np.ndarray:
-        slots = self._plan.max_rows
-        states, windows = (np.full((slots, *part.shape[1:]), _STRAY, np.float32) for part in (state, window))
+        pool = np.full(pool_size(self._geometry, self._plan.max_rows), _STRAY, np.float32)
+        first, steps, windows = state_slots.split(pool, *state.shape[1:3], window.size)
         if slot >= 0:  # else from zeros, whatever the slots hold
-            states[0], windows[slot] = _led_to(state[0], states[1 : slot + 1]), window[0]
-        return np.concatenate([states.ravel(), windows.ravel()])
+            first[:], windows[slot] = _led_to(state[0], steps[:slot]), window.ravel()
+        return pool
 
     def _cache(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
         """[2, L, KV, D] of two [1, KV, L, D]."""

@@ -139,11 +139,12 @@ def _states(engine: Mapping[str, np.ndarray], geometry: Geometry, plan: Plan) ->
     for name, value in engine.items():
         prefix, _, kind = name.removesuffix(".out").rpartition(".")
         if kind == "pool":
-            states, windows = np.split(np.asarray(value), [slots * heads * dim * dim])
+            channels = geometry.conv_channels
+            state, steps, windows = state_slots.split(np.asarray(value), heads, dim, window * channels)
             last = tokens - 1 if tokens <= slots else 0
-            found[f"{prefix}.state"] = state_slots.state_of(states.reshape(slots, heads, dim, dim), last)
+            found[f"{prefix}.state"] = state_slots.state_of(state, steps, last)
             used = slice(tokens) if tokens <= slots else slice(1)
-            found[f"{prefix}.conv"] = windows.reshape(slots, window, geometry.conv_channels)[used]
+            found[f"{prefix}.conv"] = windows.reshape(slots, window, channels)[used]
         elif kind == "cache":
             rows = int8_rows.decode(np.asarray(value)) if value.dtype == np.int8 else np.asarray(value)
             found[f"{prefix}.key_cache"], found[f"{prefix}.value_cache"] = rows

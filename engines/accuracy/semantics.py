@@ -80,13 +80,12 @@ def rope_tables(inputs: Arrays, at: Attributes) -> Arrays:
     return [at["factor"] * np.stack([np.cos(angles), np.sin(angles)])]
 
 
-def split_pool(pool: np.ndarray, at: Attributes) -> tuple[np.ndarray, np.ndarray]:
-    """Views of a pool: states [S, HV, D, D] (see `state_slots`), windows [S, kernel - 1, C]."""
+def split_pool(pool: np.ndarray, at: Attributes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views of a pool: state and steps (see `state_slots`), windows [S, kernel - 1, C]."""
     heads, dim, window = at["v_heads"], at["head_dim"], at["conv_kernel"] - 1
     channels = (2 * at["k_heads"] + heads) * dim
-    slots = pool.size // (heads * dim * dim + window * channels)
-    states, windows = np.split(pool, [slots * heads * dim * dim])
-    return states.reshape(slots, heads, dim, dim), windows.reshape(slots, window, channels)
+    state, steps, windows = state_slots.split(pool, heads, dim, window * channels)
+    return state, steps, windows.reshape(-1, window, channels)
 
 
 def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
@@ -96,8 +95,8 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
     conv, a, dt, norm = np.split(parameters.astype(np.float64), np.cumsum([channels * kernel, heads, heads]))
     qkv, z, alpha, beta = np.split(rows, np.cumsum([channels, heads * dim, heads]), axis=1)
     pool = pool.astype(np.float64)
-    states, windows = split_pool(pool, at)
-    state, window = state_slots.state_of(states, slot[0]), windows[slot[0]]
+    first, steps, windows = split_pool(pool, at)
+    state, window = state_slots.state_of(first, steps, slot[0]), windows[slot[0]]
     if slot[0] < 0:
         state, window = np.zeros_like(state), np.zeros_like(window)
     window = np.concatenate([window, qkv])
@@ -109,7 +108,7 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
     )
     query, key = (for_value_heads(_unit(part, at["epsilon"]), heads) for part in (query, key))
     decay, rate = np.exp(a * np.logaddexp(0, alpha + dt)), sigmoid(beta)
-    out, one_slot_each = np.empty((len(rows), heads, dim)), len(rows) <= len(states)
+    out, one_slot_each = np.empty((len(rows), heads, dim)), len(rows) <= len(windows)
     for t in range(len(rows)):
         state = state * decay[t][:, None, None]
         delta = rate[t][:, None] * (value[t] - np.einsum("hkv,hk->hv", state, key[t]))
@@ -119,9 +118,9 @@ def gated_delta_net(inputs: Arrays, at: Attributes) -> Arrays:
             kept = t if one_slot_each else 0
             windows[kept] = window[t + 1 : t + kernel]
             if kept:
-                state_slots.put_step(states[kept], key[t], delta, decay[t])
+                state_slots.put_step(steps[kept - 1], key[t], delta, decay[t])
             else:
-                states[0] = state
+                first[:] = state
     normed = rms_norm(out, norm, at["epsilon"]).reshape(len(rows), -1)
     return [normed * z * sigmoid(z), pool]
 

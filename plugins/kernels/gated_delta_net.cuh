@@ -1,7 +1,7 @@
 // Arithmetic of one layer's conv and delta rule, shared by the fused decode kernel and the two prefill kernels so that
 // both give the same bits.
 #pragma once
-#include "gated_delta_net_log.cuh"
+#include "gated_delta_net_steps.cuh"
 
 namespace nextn {
 

@@ -20,8 +20,8 @@ typedef struct NextnGatedDeltaNet {
     const float* norm_weight;  // [D]
     float eps;
     float* conv_pool;     // [slots, kernel - 1, C] f32, read at *slot and written in place: rows before the conv
-    float* state_pool;    // [slots, HV, D, D] f32 (key index outermost): a state in slot 0, steps from it in the others
-                          // (gated_delta_net_log.cuh); read up to *slot and written in place
+    float* state_pool;    // f32, read up to *slot and written in place: a state [HV, D, D] (key index outermost) in
+                          // slot 0, steps [HV, D / 32, D + 64] in the others (gated_delta_net_steps.cuh)
     const int32_t* slot;  // device; the slot to start from, or a negative number to start from zeros
     float* y;             // [t, HV*D] f32, stride ld_y
     int64_t ld_y;

@@ -1,4 +1,4 @@
-#include "gated_delta_net_log.cuh"
+#include "gated_delta_net_steps.cuh"
 #include "launch.cuh"
 
 namespace nextn {

@@ -22,7 +22,7 @@ struct DeltaShared {
     float q[MAX_T][kGDN_DIM], k[MAX_T][kGDN_DIM];
     float v[MAX_T][kGDN_COLUMNS], gate[MAX_T][kGDN_COLUMNS];
     union {
-        __align__(16) float steps[kSTEPS][kGDN_DIM + kGDN_COLUMNS + 4];  // k, u, decay; until this pass's first step
+        __align__(16) float steps[kSTEPS][round_up(StateStep<kGDN_DIM>::kUSED, 4)];  // until this pass's first step
         struct {
             float2 partials[2][4][kGDN_COLUMNS];  // by parity of the token and quarter of the rows
             float o[MAX_T][kGDN_COLUMNS];
@@ -100,6 +100,7 @@ struct DeltaBlock {
     __device__ __forceinline__ StateStep<kGDN_DIM> step_of(int of) const {
         return {g.state_pool, g.v_heads, of, h, column0};
     }
+    __device__ __forceinline__ int slot_of(int t) const { return MAX_T == 1 ? 0 : slot_after(g, t); }
 
     __device__ __forceinline__ void request_state() {
         const float* from = state_in_pool();
@@ -109,11 +110,10 @@ struct DeltaBlock {
 
     // Steps that lead to the state in the slot, from `first` on, to shared memory.
     __device__ __forceinline__ void fetch_steps(int first) {
-        constexpr int kPIECES = sizeof(s.steps[0]) / 16, kIN_ROW = kSTEP_COLUMNS / 4;
+        constexpr int kPIECES = sizeof(s.steps[0]) / 16;
         for (int i = keep(threadIdx.x); i < min(slot - first + 1, s.kSTEPS) * kPIECES; i += kTHREADS) {
-            const int j = i / kPIECES, piece = i % kPIECES;
-            cp_async_16(&s.steps[j][4 * piece],
-                        step_of(first + j).tile + piece / kIN_ROW * kGDN_DIM + piece % kIN_ROW * 4);
+            const int j = i / kPIECES, c = i % kPIECES * 4;
+            cp_async_16(&s.steps[j][c], step_of(first + j).at + c);
         }
         cp_async_commit();
     }
@@ -165,7 +165,7 @@ struct DeltaBlock {
 #pragma unroll
             for (int j = 0; j < kGDN_KERNEL; ++j) v = __fmaf_rn(taps[j], row[t + j], v);
             to[t * stride] = silu(v);
-            const int at = slot_after(g, t);
+            const int at = slot_of(t);
             if (keeps && at >= 0)
 #pragma unroll
                 for (int j = 0; j < kBEFORE; ++j)
@@ -192,7 +192,7 @@ struct DeltaBlock {
         }
         dot = warp_sum(dot);
         if (lane == 0) s.kq[t] = dot;
-        const int to = slot_after(g, t);
+        const int to = slot_of(t);
         if (to <= 0) return;
         const StateStep<kGDN_DIM> kept = step_of(to);
 #pragma unroll
@@ -231,7 +231,7 @@ struct DeltaBlock {
         const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, s.v[t][column]));
 #pragma unroll
         for (int i = 0; i < kROWS; ++i) state[i] = after_step(state[i], k[i], u, gate.decay);
-        const int to = slot_after(g, t);
+        const int to = slot_of(t);
         if (quarter == 0 && lane < 8) {
             s.o[t][column] = __fmaf_rn(u, s.kq[t], __fmul_rn(gate.decay, q_sum));
             if (to > 0) *step_of(to).u(column) = u;

@@ -24,7 +24,11 @@ struct DeltaNetGeometry {
     int64_t channels() const { return static_cast<int64_t>(2 * kHeads + vHeads) * dim; }
     int64_t parameters() const { return channels() * kernel + 2 * vHeads + dim; }
     int64_t stateSize() const { return valueDim() * dim; }
-    int64_t slotSize() const { return stateSize() + (kernel - 1) * channels(); }
+    int64_t stepSize() const { return vHeads * (dim / 32) * static_cast<int64_t>(dim + 64); }
+    int64_t windowSize() const { return (kernel - 1) * channels(); }
+    // A whole state in the first slot, steps in the others, a window in each.
+    int64_t slots(int64_t poolSize) const { return (poolSize - stateSize() + stepSize()) / (stepSize() + windowSize()); }
+    int64_t poolSize(int64_t slots) const { return stateSize() + (slots - 1) * stepSize() + slots * windowSize(); }
 
     std::string contradiction() const {
         if (dim != 32 && dim != 64 && dim != 128) return "head_dim " + std::to_string(dim) + "; takes 32, 64, 128";
@@ -37,9 +41,9 @@ struct DeltaNetGeometry {
         std::string error = shapeMismatch("pool", pool, {-1});
         if (error.empty()) error = shapeMismatch("slot", slot, {1});
         int64_t const size = error.empty() ? pool.d[0] : -1;
-        if (size >= 0 && (size == 0 || size % slotSize()))
-            error = "pool of " + std::to_string(size) + " values is not a whole number of slots of "
-                + std::to_string(slotSize());
+        if (size >= 0 && (size < poolSize(1) || size != poolSize(slots(size))))
+            error = "pool of " + std::to_string(size) + " values is not a whole number of slots: the first takes "
+                + std::to_string(poolSize(1)) + ", others " + std::to_string(stepSize() + windowSize());
         return error;
     }
 
@@ -50,16 +54,16 @@ struct DeltaNetGeometry {
         p->conv_kernel = kernel;
     }
 
-    // parameters: conv weight, a, dt, norm. pool: states, then windows.
+    // parameters: conv weight, a, dt, norm. pool: state and steps, then windows.
     void tensors(NextnGatedDeltaNet* p, float const* parameters, float* pool, int64_t poolSize,
                  void const* slot) const {
         p->conv_weight = parameters;
         p->a = p->conv_weight + channels() * kernel;
         p->dt_bias = p->a + vHeads;
         p->norm_weight = p->dt_bias + vHeads;
-        p->slots = static_cast<int32_t>(poolSize / slotSize());
+        p->slots = static_cast<int32_t>(slots(poolSize));
         p->state_pool = pool;
-        p->conv_pool = pool + p->slots * stateSize();
+        p->conv_pool = pool + poolSize - p->slots * windowSize();
         p->slot = static_cast<int32_t const*>(slot);
     }
 };

@@ -110,7 +110,7 @@ class LayerKinds:
         block = node.split("/")[0]
         if kind in (LAYERS["delta net"], "delta net"):
             written = work.tokens if work.tokens <= self._max_rows else 1
-            nbytes += (1 + written) * pool_size(self._geometry, 1) * _F32_BYTES
+            nbytes += sum(pool_size(self._geometry, slots) for slots in (1, written)) * _F32_BYTES  # read, written
         if kind in (LAYERS["attention"], "attention"):
             nbytes += (work.position + 2 * work.tokens) * self._kv_rows.get(block, 0)
         return nbytes

@@ -1,5 +1,5 @@
-"""Slots of recurrent state [S, HV, D, D] as `plugins/README.md` has them, one head and 32 columns at a time: a state in
-slot 0, in slot i the step from the state of slot i - 1."""
+"""Slots of recurrent state as `plugins/README.md` has them, one head and 32 columns at a time: a state [HV, D, D], then
+for every slot behind the first the step [HV, D / 32, D + 64] from the state of the slot before."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from numpy.typing import NDArray
 
 from tests.oracle.gated_delta_net import F64, Steps
 
+Array = NDArray[np.floating]
 
-def put(states: NDArray[np.floating], steps: Steps) -> None:
+
+def split(pool: Array, heads: int, dim: int) -> tuple[Array, Array]:
+    """Views of a pool's states alone, one row: the state, the steps."""
+    first = heads * dim * dim
+    return pool[:first].reshape(heads, dim, dim), pool[first:].reshape(-1, heads, dim // 32, dim + 64)
+
+
+def put(state: Array, steps: Array, given: Steps) -> None:
     """What a pass leaves."""
-    if len(steps.states) > len(states):
-        states[0] = steps.states[-1]
-        return
-    states[0] = steps.states[0]
-    for i in range(1, len(steps.states)):
-        for h, column, tile in _tiles(states[i]):
-            k, d = steps.keys[i, h], len(steps.keys[i, h])
-            for row in range(d):
-                tile[row // 32, row % 32] = k[row]
-            tile[d // 32] = steps.deltas[i, h, column : column + 32]
-            tile[d // 32 + 1, 0] = steps.decays[i, h]
+    count = len(given.states)
+    state[:] = given.states[0 if count <= len(steps) + 1 else -1]
+    for i in range(1, count if count <= len(steps) + 1 else 1):
+        for h in range(len(state)):
+            for part, d in enumerate(range(0, state.shape[1], 32)):
+                numbers = [*given.keys[i, h], *given.deltas[i, h, d : d + 32], given.decays[i, h]]
+                steps[i - 1, h, part, : len(numbers)] = numbers
 
 
-def get(states: NDArray[np.floating], slot: int) -> F64:
+def get(state: Array, steps: Array, slot: int) -> F64:
     """The state of a slot, [HV, D, D]."""
-    state = states[0].astype(np.float64)
-    for i in range(1, slot + 1):
-        for h, column, tile in _tiles(states[i].astype(np.float64)):
-            d = len(tile)
-            k, u, decay = tile[: d // 32].ravel(), tile[d // 32], tile[d // 32 + 1, 0]
-            state[h, :, column : column + 32] *= decay
-            state[h, :, column : column + 32] += np.outer(k, u)
+    state, dim = state.astype(np.float64), state.shape[1]
+    for step in steps[:slot].astype(np.float64):
+        for h in range(len(state)):
+            for part, d in enumerate(range(0, dim, 32)):
+                k, u, decay = np.split(step[h, part], [dim, dim + 32])
+                state[h, :, d : d + 32] = decay[0] * state[h, :, d : d + 32] + np.outer(k, u)
     return state
-
-
-def _tiles(slot: NDArray[np.floating]) -> list[tuple[int, int, NDArray[np.floating]]]:
-    heads, _, d = slot.shape
-    return [(h, column, slot[h, :, column : column + 32]) for h in range(heads) for column in range(0, d, 32)]

@@ -20,6 +20,9 @@ TYPES = {
     "int8": TensorProto.INT8,
 }
 Shape = tuple[int | str, ...]
+POOL = (
+    4 * 32 * 32 + 2 * 4 * (32 + 64) + 3 * 3 * 256
+)  # three slots: a state of 4 heads, two steps, windows of 256 channels
 
 # A node of every op that fits its contract: attributes, and the shapes of inputs and outputs.
 SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
@@ -35,8 +38,8 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
     "RopeTables": ({"factor": 1.5}, [("T", 96), (1,), (16,)], [(2, -1, 16)]),
     "GatedDeltaNet": (
         {"k_heads": 2, "v_heads": 4, "head_dim": 32, "conv_kernel": 4, "epsilon": 1e-6},
-        [("T", 392), (3 * (4096 + 768),), (1,), (256 * 4 + 8 + 32,)],
-        [(-1, 128), (3 * (4096 + 768),)],
+        [("T", 392), (POOL,), (1,), (256 * 4 + 8 + 32,)],
+        [(-1, 128), (POOL,)],
     ),
     "GatedAttention": (
         {"heads": 4, "kv_heads": 2, "head_dim": 64, "rope_dim": 32, "cache_type": 0, "epsilon": 1e-6},
@@ -59,9 +62,9 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[Shape], list[Shape]]] = {
             (1, 144 + 72 + 16 + 8 + 136 + 2 * 288 + 420, 256),
             (512 + 256 * 4 + 8 + 32,),
             (1,),
-            (3 * (4096 + 768),),
+            (POOL,),
         ],
-        [(-1, 256), (3 * (4096 + 768),)],
+        [(-1, 256), (POOL,)],
     ),
     # Hidden size 256: query and gate [512, 256], key, value [128, 256], output [256, 256], gate, up [512, 256], down.
     "GatedAttentionLayer": (

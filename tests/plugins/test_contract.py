@@ -10,7 +10,7 @@ from export.rtx16_dialect import to_rtx16
 from plugins import ops
 from plugins.load import load_plugins, tensorrt
 from plugins.log import messages
-from tests.plugins.one_op import INT8_SAMPLES, SAMPLES, Network, Shape, dtype_of, model_of
+from tests.plugins.one_op import INT8_SAMPLES, POOL, SAMPLES, Network, Shape, dtype_of, model_of
 
 pytestmark = pytest.mark.trt
 
@@ -68,7 +68,7 @@ REFUSED = {
     "two positions": changed("RopeTables", {1: (2,)}),
     "head size": changed("GatedDeltaNet", head_dim=48),
     "heads not a multiple": changed("GatedDeltaNet", k_heads=3),
-    "part of a slot": changed("GatedDeltaNet", {1: (3 * (4096 + 768) - 1,)}),
+    "part of a slot": changed("GatedDeltaNet", {1: (POOL - 1,)}),
     "rows of another width": changed("GatedDeltaNet", {0: ("T", 391)}),
     "parameters of another size": changed("GatedDeltaNet", {3: (1065,)}),
     "odd rope": changed("GatedAttention", rope_dim=31),
@@ -84,7 +84,7 @@ REFUSED = {
     "pack in one row": changed("GatedAttentionLayer", {1: (1, 1, 2201 * 256)}),
     "feed-forward of no rows": changed("GatedAttentionLayer", ffn_size=0),
     "layer's parameters of another size": changed("GatedAttentionLayer", {2: (641,)}),
-    "layer with part of a slot": changed("GatedDeltaNetLayer", {4: (3 * (4096 + 768) - 1,)}),
+    "layer with part of a slot": changed("GatedDeltaNetLayer", {4: (POOL - 1,)}),
     "layer's head size": changed("GatedDeltaNetLayer", head_dim=48),
     "layer's tables of other width": changed("GatedAttentionLayer", {4: (2, "T", 8)}),
     "layer's cache of other heads": changed("GatedAttentionLayer", {5: (2, 128, 4, 64)}),

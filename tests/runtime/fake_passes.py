@@ -27,16 +27,16 @@ GEOMETRY = Geometry(
     num_kv_heads=1,
     head_dim=4,
     gdn_v_heads=1,
-    gdn_head_dim=2,
+    gdn_head_dim=32,
     conv_channels=4,
     conv_kernel=2,
     context_length=128,
 )
-# float32 values of a slot's state. The first two hold 64 bits: in slot 0 the toy's state, in the others the token that
+# float32 values of state, step and window. The first two hold 64 bits: of the state the toy's, of a step the token that
 # leads to the next state.
-_SLOT_VALUES = 4
-_WINDOW_VALUES = 4
-POOL = MAX_ROWS * (_SLOT_VALUES + _WINDOW_VALUES)
+_STATE_VALUES, _STEP_VALUES, _WINDOW_VALUES = 32 * 32, 32 + 64, 4
+_BEFORE_WINDOWS = _STATE_VALUES + (MAX_ROWS - 1) * _STEP_VALUES
+POOL = _BEFORE_WINDOWS + MAX_ROWS * _WINDOW_VALUES
 WEIGHT = bytes(range(200))
 
 
@@ -74,14 +74,16 @@ def trunk_pass(at: dict[str, int], count: int, num_rows: int) -> None:
 
 def settle(states: int, windows: int, slot: int) -> None:
     """Slot 0 gets state and window of another; device addresses of both parts of a pool."""
-    slots, size = _slots(array(states, (MAX_ROWS * _SLOT_VALUES,), np.float32)), _WINDOW_VALUES
+    assert windows == states + 4 * _BEFORE_WINDOWS
+    slots = _slots(array(states, (_BEFORE_WINDOWS,), np.float32))
     slots[0][0] = _state_of(slots, slot)
-    of_all = array(windows, (MAX_ROWS, size), np.float32)
+    of_all = array(windows, (MAX_ROWS, _WINDOW_VALUES), np.float32)
     of_all[0] = of_all[slot]
 
 
 def _slots(pool: np.ndarray) -> list[np.ndarray]:
-    return [pool[i * _SLOT_VALUES :][:2].view(np.int64) for i in range(MAX_ROWS)]
+    steps = (_STATE_VALUES + i * _STEP_VALUES for i in range(MAX_ROWS - 1))
+    return [pool[at : at + 2].view(np.int64) for at in (0, *steps)]
 
 
 def _state_of(slots: list[np.ndarray], slot: int) -> int:

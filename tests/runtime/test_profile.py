@@ -75,9 +75,10 @@ def test_bytes_are_the_weights_and_the_state(trained: tuple[Path, EngineManifest
     _, engines, _ = trained
     kinds, one = kinds_of(trained), Pass(1, 100)
     place = engines.weights
-    state = 4 * (4 * 128 * 128 + 3 * 1024)  # of one slot: recurrent state and window
+    state = 4 * (4 * 128 * 128 + 3 * 1024)  # of the first slot: recurrent state and window
+    step = 4 * (4 * 4 * 192 + 3 * 1024)  # of another: how the state changes, and a window
     assert kinds.nbytes("blk.0/layer", one) == place["blk.0.weights"].nbytes + 2 * state
-    assert kinds.nbytes("blk.0/layer", Pass(4, 100)) == place["blk.0.weights"].nbytes + 5 * state
+    assert kinds.nbytes("blk.0/layer", Pass(4, 100)) == place["blk.0.weights"].nbytes + 2 * state + 3 * step
     row = 2 * 2 * 256 * 2  # keys and values of two heads, float16
     assert kinds.nbytes("blk.3/layer", one) == place["blk.3.weights"].nbytes + 102 * row
     assert kinds.nbytes("output_myl19_4", one) == place["output.weight"].nbytes
