@@ -13,8 +13,10 @@ import numpy as np
 from tests.bench.kernels import graph_time
 from tests.kernels import library as lib
 from tests.kernels.decoder_layer import PDL, POSITION, SEPARATE, SYNC_BYTES, RandomLayer
-from tests.kernels.test_layer import ATTENTION, NINE_B, TYPES
+from tests.kernels.test_gated_delta_net import Shape as NetShape
+from tests.kernels.test_layer import ATTENTION, TYPES, Shape
 
+NINE_B = Shape(4096, 12288, NetShape(16, 32, 128, slots=8))
 LAYERS, REPEATS = 8, 3
 BLOCKS = 132
 PHASES = ("input", "output", "gate/up", "down")
