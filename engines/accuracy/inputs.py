@@ -126,7 +126,7 @@ class _Feeds:
 
     def _pool(self, state: np.ndarray, window: np.ndarray, slot: int) -> np.ndarray:
         pool = np.full(pool_size(self._geometry, self._plan.max_rows), _STRAY, np.float32)
-        first, steps, windows = state_slots.split(pool, *state.shape[1:3], window.size)
+        first, steps, windows = state_slots.split(pool, state.shape[1], state.shape[2], window.size)
         if slot >= 0:  # else from zeros, whatever the slots hold
             first[:], windows[slot] = _led_to(state[0], steps[:slot]), window.ravel()
         return pool
@@ -148,7 +148,8 @@ def _led_to(state: np.ndarray, steps: np.ndarray) -> np.ndarray:
     rng, size = np.random.default_rng(0), np.sqrt(np.square(state).mean(dtype=np.float64))
     for step in steps:
         key, delta = rng.standard_normal((2, heads, dim))
-        state_slots.put_step(step, key / np.sqrt(dim), size * delta, rng.uniform(0.5, 1, heads))
+        decay = rng.uniform(0.5, 1, heads).astype(np.float64)
+        state_slots.put_step(step, key / np.sqrt(dim), size * delta, decay)
     for step in reversed(steps):
         state = state_slots.state_before(state, step)
     return state

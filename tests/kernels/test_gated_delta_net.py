@@ -258,6 +258,14 @@ def test_a_bad_number_reaches_no_earlier_token(rng: np.random.Generator, shape: 
         assert all(np.array_equal(now, before) for now, before in zip(net.slots(bad), wanted, strict=True))
 
 
+@pytest.mark.parametrize(
+    "change", [{"states": None}, {"windows": None}, {"v_heads": 0}, {"head_dim": 48}, {"window": 0}], ids=str
+)
+def test_settling_refuses_what_it_cannot_do(change: dict[str, int | None]) -> None:
+    arguments = {"states": 256, "windows": 256, "slot": 1, "v_heads": 4, "head_dim": 32, "window": 768} | change
+    assert lib.kernels().nextn_gated_delta_net_settle(*arguments.values(), None) == lib.INVALID_VALUE
+
+
 def test_extreme_decay(rng: np.random.Generator) -> None:
     net = Net(rng, SHAPES[0])
     inputs = net.inputs(rng, 200)

@@ -85,6 +85,12 @@ def test_gpu_that_the_plugins_were_not_compiled_for(gpu: FakeGpu, folder: Path) 
     refused(folder, EngineError, "libnextn_kernels.so", "12.1", "-DNEXTN_ARCHITECTURES=121-real")
 
 
+@pytest.mark.parametrize("function", ["nextn_select", "nextn_gated_delta_net_settle"])
+def test_kernel_library_that_lacks_something(gpu: FakeGpu, folder: Path, function: str) -> None:
+    delattr(gpu.kernels, function)
+    refused(folder, EngineError, "libnextn_kernels.so", function, "build it again")
+
+
 def test_engine_that_does_not_load(gpu: FakeGpu, folder: Path) -> None:
     gpu.module.reason = "Serialization assertion failed"
     refused(folder, EngineError, "trunk.engine", "Serialization assertion failed", "engines.build")
