@@ -148,7 +148,7 @@ def _led_to(state: np.ndarray, steps: np.ndarray) -> np.ndarray:
     rng, size = np.random.default_rng(0), np.sqrt(np.square(state).mean(dtype=np.float64))
     for step in steps:
         key, delta = rng.standard_normal((2, heads, dim))
-        decay = rng.uniform(0.5, 1, heads).astype(np.float64)
+        decay = rng.uniform(0.5, 1, (heads,))
         state_slots.put_step(step, key / np.sqrt(dim), size * delta, decay)
     for step in reversed(steps):
         state = state_slots.state_before(state, step)
