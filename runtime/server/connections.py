@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import resource
@@ -21,7 +22,11 @@ from runtime.server.security import HEADER_BYTES_MAX
 CONNECTIONS_DEFAULT = 1024
 _LAST_WORDS_S = 10  # for clients to be told that their replies are cut off
 _PROBE_AFTER_S, _PROBE_EVERY_S = 0.005, 0.005  # whether a client that sends no more is still there
-_FILES_BESIDE = 128  # open files that are no connections
+_WAITING = 2048  # connections that the system holds until they are accepted
+# That are accepted at a time. Some times as many are open at once until those that are too many are closed; a file too
+# many would fill the log.
+_AT_A_TIME = 64
+_FILES_BESIDE = 128 + 5 * _AT_A_TIME  # open files that are no connections, and connections on their way out
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%b"
@@ -168,6 +173,12 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._over, self._closing = over, closing
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in itertools.chain.from_iterable(server.sockets for server in self.servers):
+            with each.dup() as listening:  # the same one: asyncio takes one number for both
+                listening.listen(_WAITING)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Replies are ended by ``closing``, while their connections are still there to be told so."""
         asyncio.get_running_loop().run_in_executor(None, self._closing)
@@ -190,6 +201,7 @@ def web_server(
         app,
         log_config=None,
         http=type("Limited", (_Limited,), {"limits": limits}),
+        backlog=_AT_A_TIME,
         h11_max_incomplete_event_size=HEADER_BYTES_MAX,
         timeout_graceful_shutdown=None if grace_s is None else grace_s + _LAST_WORDS_S,
         server_header=False,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -65,6 +67,32 @@ def test_serves_and_ends_gracefully(start: Callable[..., tuple[subprocess.Popen[
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
+    assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
+
+
+def test_more_connections_at_once_than_it_may_open_files(
+    start: Callable[..., tuple[subprocess.Popen[str], str]],
+) -> None:
+    """They wait at the system's door. Each file that is refused is a page in the log."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, limits[1]))
+    try:
+        process, url = start("--max-connections", 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    process.send_signal(signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        for _ in range(800):
+            made = stack.enter_context(socket.socket())
+            made.setblocking(False)
+            made.connect_ex(address)
+        process.send_signal(signal.SIGCONT)
+        assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code in (200, 503)
+    assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code in (200, 503)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    assert "out of system resource" not in process.stderr.read()
     assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
 
 
