@@ -83,8 +83,8 @@ def _folder(given: argparse.Namespace) -> Path:
 
     model: Path = given.model
     if model.is_dir():
-        if given.output is not None or given.export is not None:
-            raise UsageError(f"{model}: is prepared already; leave -o and --export out")
+        if given.output is not None or given.export is not None or not given.draft:
+            raise UsageError(f"{model}: is prepared already; leave -o, --export and --no-draft out")
         refuse_for_folder(draft_head_options(given), model)
         return model
     if not model.exists():
@@ -98,7 +98,7 @@ def _folder(given: argparse.Namespace) -> Path:
         raise UsageError(f"--tokens {given.tokens}: wanted more than --max-draft + 1, for a pass of the long kind")
     text = given_text("--text", given.text, "give a file of text") if given.text else DEFAULT_TEXT
     plan = Plan(given.tokens, given.max_draft + 1, given.lowering, given.kv_cache)
-    prepare(model, given.output, plan, text, given.export, draft_head_options(given))
+    prepare(model, given.output, plan, text, given.export, draft_head_options(given), given.draft)
     return Path(given.output)
 
 
@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         help="after which nodes: every op (default), or every layer, as engines are built",
     )
     parser.add_argument("--kv-cache", choices=("f16", "int8"), default="f16", help="(default: f16)")
+    parser.add_argument("--no-draft", dest="draft", action="store_false", help="leave out the draft head")
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8, whose tokens are run (default: a short one)")
     parser.add_argument("--tokens", type=int, default=_PROMPT_N, metavar="N", help="of the long pass (%(default)s)")
     parser.add_argument("--max-draft", type=int, default=_MAX_DRAFT, metavar="N", help="of the verify pass")

@@ -59,20 +59,22 @@ def prepare(
     text: str,
     export: Path | None = None,
     draft_head: DraftHeadOptions = WHOLE_HEAD,
+    draft: bool = True,
 ) -> None:
-    """Fill ``folder`` (see `plan`). export: an exported folder for TensorRT to check, instead of a fresh one.
+    """Fill ``folder`` (see `plan`). export: an exported folder for TensorRT to check, instead of a fresh one. draft
+    False: the trunk alone.
 
     A file that is no model leaves no folder. Raises ModelFileError, UsageError, EngineError, ResourceError."""
     if folder.exists() and any(folder.iterdir()) and not (folder / CANONICAL).is_dir():
         raise UsageError(f"{folder}: holds something else; choose another -o")
     if not model.is_file():
         raise UsageError(f"{model}: no such file; give a .gguf file, or a folder that was prepared")
-    load_config(GGUFFile.open(model))
+    load_config(GGUFFile.open(model), draft=draft)
     with new_parents_removed(folder / CANONICAL / "export"):
         (folder / CANONICAL).mkdir(parents=True, exist_ok=True)
         (folder / PLAN_NAME).unlink(missing_ok=True)
-        manifest = export_model(model, folder / CANONICAL, draft_head=draft_head)
-    fresh = export_model(model, folder / LOWERED, target="tensorrt", draft_head=draft_head)
+        manifest = export_model(model, folder / CANONICAL, draft=draft, draft_head=draft_head)
+    fresh = export_model(model, folder / LOWERED, draft=draft, target="tensorrt", draft_head=draft_head)
     weight_bytes.remember(folder / LOWERED, fresh, folder / weight_bytes.FILE_NAME)
     if export is not None:
         _take(export, folder / LOWERED, manifest)

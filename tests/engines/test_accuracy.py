@@ -240,6 +240,14 @@ def test_a_smaller_head_for_the_drafts(tiny: Tiny, tmp_path: Path, capsys: pytes
     assert code == 0, shown
 
 
+def test_the_trunk_alone(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file that promises a head and has none."""
+    flags = [str(tiny("nextn_promised")), "-o", str(tmp_path / "x"), *SMALL]
+    assert run(flags, capsys)[0] == 3
+    code, shown = run([*flags, "--no-draft"], capsys)
+    assert code == 0 and shown.rstrip().endswith("passed") and "draft" not in shown
+
+
 def test_refusals(tiny: Tiny, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tiny("q4_k_m"))
     export_model(tiny("q4_k_m"), tmp_path / "canonical")
@@ -259,6 +267,7 @@ def test_refusals(tiny: Tiny, prepared: Path, tmp_path: Path, capsys: pytest.Cap
         (2, [model, "-o", x, "--export", str(tmp_path / "other")], "exported from another model"),
         (2, [model, "-o", x, "--export", str(prepared / "lowered"), "--draft-head-rows", "300"], "another LM head"),
         (2, [str(prepared), "-o", x], "is prepared already"),
+        (2, [str(prepared), "--no-draft"], "is prepared already"),
         (2, [str(prepared), "--draft-head-rows", "100"], "is exported already"),
         (4, [str(tmp_path / "full")], "not prepared"),
         (3, [str(ROOT / "README.md"), "-o", x], "README.md"),
