@@ -37,7 +37,7 @@ def give_evidence(
 ) -> Evidence:
     """progress: told the number of weights that were gone through. Raises UsageError, ModelFileError."""
     file = GGUFFile.open(model)
-    size = load_config(file).vocab_size
+    size = load_config(file, draft=_has_head(file)).vocab_size
     if unknown := [token for token in tokens if not 0 <= token < size]:
         raise UsageError(f"{model}: has {size} tokens, and none of number {unknown[0]}; the build is of another model")
     return _Witness(file, progress).all_of(tuple(tokens))
@@ -47,7 +47,6 @@ class _Witness:
     def __init__(self, file: GGUFFile, progress: Callable[[int], None]) -> None:
         self._file, self._progress = file, progress
         self._num_layers = self._count("block_count") - self._count("nextn_predict_layers", 0)
-        self._has_head = self._count("nextn_predict_layers", 0) > 0 and any(".nextn." in name for name in file.tensors)
         self._eps = self._number("attention.layer_norm_rms_epsilon")
         self._places: dict[str, Array] = {}
         self._explanations: dict[str, dict[str, Array]] = {}
@@ -59,7 +58,7 @@ class _Witness:
             x = self._block(x, layer, self._attention if (layer + 1) % interval == 0 else self._delta_net)
         hidden = self._norm(x, "output_norm.weight")
         self._places[LOGITS] = self._product(hidden, self._first("output.weight", "token_embd.weight"))
-        if self._has_head:
+        if self._count("nextn_predict_layers", 0) and _has_head(self._file):
             self._head(tokens, np.vstack([np.zeros_like(hidden[:1]), hidden[:-1]]))
         return Evidence(tokens, self._places, self._explanations)
 
@@ -194,6 +193,11 @@ class _Witness:
 
     def _number(self, key: str) -> float:
         return self._file.get(f"qwen35.{key}", float)
+
+
+def _has_head(file: GGUFFile) -> bool:
+    """Whether any of it is there; one that was stripped may still be promised."""
+    return any(".nextn." in name for name in file.tensors)
 
 
 def _delta_rule(
