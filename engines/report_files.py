@@ -19,11 +19,11 @@ def check_places(**paths: Path | None) -> None:
 
 
 def write_report(path: Path | None, text: str) -> None:
-    """Nothing without a path. Raises ResourceError."""
+    """Nothing without a path; half a character, of a server's name say, becomes "?". Raises ResourceError."""
     if path is None:
         return
     try:
-        write_text(path, text)
+        write_text(path, text.encode("utf-8", "replace").decode())
     except OSError as error:
         raise ResourceError(f"{path}: the report cannot be written ({error.strerror})") from error
 

@@ -67,8 +67,9 @@ def _prompt(line: str, place: str) -> Prompt:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: not JSON ({error})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("category", ""), str):
-        raise UsageError(f"{place}: wanted an object whose category is a text")
+    category = row.get("category", "") if isinstance(row, dict) else None
+    if not isinstance(category, str) or not category.isprintable():
+        raise UsageError(f"{place}: wanted an object whose category is a text of one line")
     given = [kind for kind in ("prompt", "messages", "turns") if kind in row]
     if len(given) != 1:
         raise UsageError(f"{place}: has {' and '.join(given) or 'none of them'}; wanted one of {_KINDS}")
@@ -78,7 +79,7 @@ def _prompt(line: str, place: str) -> Prompt:
     messages = value if given[0] == "messages" else [{"role": "user", "content": value}]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise UsageError(f"{place}: wanted {_KINDS}, and none of them empty")
-    return Prompt(row.get("category") or "all", tuple(messages), place)
+    return Prompt(category or "all", tuple(messages), place)
 
 
 def _is_message(message: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import time
 import urllib.error
 import urllib.request
@@ -76,6 +77,9 @@ class Server:
             rounds = timings.get("verify_steps")
             if rounds is None:  # the first token comes from the prompt's pass
                 rounds = max(0, tokens - 1 - int(accepted or 0))
+            numbers = (tokens, prompt_tokens, ms or 0, rounds, drafted or 0, accepted or 0)
+            if not all(0 <= float(number) < math.inf for number in numbers):
+                raise ValueError(f"numbers {numbers}")
             return Run(
                 source=self.base,
                 temperature=temperature,
@@ -91,7 +95,7 @@ class Server:
                 finish_reason=str(choice.get("finish_reason") or ""),
                 text=str((choice.get("message") or {}).get("content") or ""),
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise EngineError(
                 f"{self.base}{_PATH}: the reply to {prompt.place} is none of OpenAI's kind ({error!r})"
             ) from None

@@ -252,6 +252,8 @@ def test_prompt_files(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[]", "wanted an object"),
         ('{"category": 5, "prompt": "x"}', "category"),
+        ('{"category": "a\\nb", "prompt": "x"}', "of one line"),
+        ('{"category": "a\\ud800", "prompt": "x"}', "of one line"),
         ('{"category": "a"}', "has none of them"),
         ('{"prompt": "x", "turns": ["y"]}', "has prompt and turns"),
         ('{"prompt": ""}', "none of them empty"),
@@ -295,6 +297,14 @@ def test_a_server_that_drafts_nothing_and_one_that_does_not_tell(fake: Fake) -> 
     assert metrics["tokens_per_round"] is metrics["drafted"] is metrics["acceptance_rate"] is None
 
 
+@pytest.mark.parametrize("name", ["predicted_n", "predicted_ms", "draft_n", "draft_n_accepted", "verify_steps"])
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), 10**400, "many"])
+def test_a_server_whose_numbers_are_none(name: str, number: Any, fake: Fake) -> None:
+    fake.tell(timings={**TIMINGS, name: number})
+    with pytest.raises(EngineError, match="none of OpenAI's kind"):
+        Server(fake.url, 16, 0).run(ASKED, 0, 0.0, "fake")
+
+
 @pytest.mark.parametrize(
     ("status", "reply", "says"),
     [
@@ -318,6 +328,13 @@ def test_no_server(fake: Fake) -> None:
     closed = Fake()
     closed.server.server_close()
     run_main(evaluation.main, "--server", closed.url).refused(4, "does not answer")
+
+
+def test_a_server_of_half_a_name(fake: Fake, tmp_path: Path) -> None:
+    fake.models = {"data": [{"id": "fa\ud800ke"}]}
+    files = [word for kind in ("json", "csv", "html") for word in (f"--{kind}", tmp_path / f"report.{kind}")]
+    ran = run_main(evaluation.main, "--server", fake.url, "--per-category", 1, "--temps", 0, *files)
+    assert ran.code == 0 and "fa?ke" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_servers_alone(fake: Fake, tmp_path: Path) -> None:
