@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,14 @@ from tests.runtime.fake_passes import CONTEXT, MAX_ROWS
 from tests.runtime.fake_tensorrt import install, toy_manifest, write_engines
 from tests.runtime.sequence_machine import Backend, SequenceMachine
 
+# The same few every time; for a long look other ones every time.
+EXAMPLES = int(os.environ.get("NEXTN_TEST_EXAMPLES", "0"))
 SETTINGS = settings(
-    deadline=None, max_examples=6, stateful_step_count=14, derandomize=True, suppress_health_check=list(HealthCheck)
+    deadline=None,
+    max_examples=EXAMPLES or 6,
+    stateful_step_count=30 if EXAMPLES else 14,
+    derandomize=not EXAMPLES,
+    suppress_health_check=list(HealthCheck),
 )
 
 
