@@ -24,7 +24,7 @@ from engines.accuracy.measures import measure
 from engines.accuracy.plan import load_plan
 from engines.accuracy.runner import SemanticsRunner
 from engines.accuracy.suspects import suspect
-from engines.accuracy.tolerances import LONG, SHORT
+from engines.accuracy.tolerances import INT8_CACHE, LONG, SHORT
 from engines.network import load_graph
 from export.exporter import export_model
 from export.weight_inputs import external_weights
@@ -196,6 +196,13 @@ def test_bytes_that_only_the_equations_read(tiny: Tiny, prepared: Path, tmp_path
     with_flipped_byte(tiny("q4_k_m"), folder / "lowered" / "model.gguf", "blk.2.ssm_a", 0, 2, 1)
     ran = run_main(accuracy.main, folder, "--backend", "oracle")
     assert ran.code == 4 and "model.gguf: its content is not what was exported" in ran.err
+
+
+def test_what_passes_grows_with_depth() -> None:
+    later = SHORT.after(64)
+    assert SHORT.after(1) == SHORT and (later.nmse, later.top1) == (64 * SHORT.nmse, SHORT.top1)
+    assert LONG.after(64).nmse == 1e-3 and LONG.after(64).channel == 3e-2  # faults come to more
+    assert INT8_CACHE.after(1) == INT8_CACHE and INT8_CACHE.after(64).nmse == 1e-3
 
 
 def test_half_precision_within_what_kernels_round() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from engines.draft_head import DraftHeadOptions
 from engines.errors import EngineError
-from engines.evidence import first_off, rounded_state
+from engines.evidence import LOGITS, Evidence, first_off, rounded_state
 from engines.witness import BEHIND, give_evidence
 from export.exporter import WHOLE_HEAD, export_model
 from runtime import check, eval, inspect
@@ -121,6 +121,24 @@ def test_half_precision_where_rounding_is_as_coarse(tiny: Tiny, kind: str, clear
     # Nothing is there yet, or it needs no more bits: no sign of it.
     assert first_off(evidence.compared({**good, "blk.1.state": np.zeros_like(good["blk.1.state"])}, 1.0)) == []
     assert rounded_state("blk.1.state", np.ones(4), np.ones(4)) == ""
+
+
+def test_rounding_adds_up_from_layer_to_layer() -> None:
+    """Squared errors of sound builds of 32 layers come to more than what the first layer may be off by."""
+    rng = np.random.default_rng(0)
+    places = {f"blk.{layer}.state": rng.normal(size=(2, 64, 64)) for layer in (*range(31), 32)} | {
+        LOGITS: rng.normal(size=(4, 64))
+    }
+    evidence = Evidence((1, 2, 3, 4), places, {})
+
+    def off(nmse: float, limit: float) -> list[str]:
+        error = 1 + np.sqrt(nmse)
+        found = evidence.compared({name: values * error for name, values in places.items()}, limit)
+        return [place.name for place in found if not place.ok]
+
+    assert off(2.5e-9, 1e-9) == ["blk.0.state", "blk.1.state"] and off(0.9e-9, 1e-9) == []
+    assert off(0.9 * 32e-9, 1e-9)[-1] == "blk.27.state"  # logits: as after the last layer
+    assert LOGITS in off(1.1 * 32e-9, 1e-9) and off(2e-3, 1e-4) == list(places)  # not beyond what faults come to
 
 
 def test_a_byte_that_no_token_reads(tmp_path: Path) -> None:
