@@ -142,9 +142,12 @@ NEXTN_API cudaError_t nextn_layer(const NextnLayer* layer, cudaStream_t stream) 
     DeviceLimits limits;
     cudaError_t e = device_limits(&limits);
     if (e != cudaSuccess) return e;
-    const LayerFusion fusion = layer_fusion(*layer, limits);
+    int blocks = 0;
+    if (layer->t <= NEXTN_MAX_DECODE_T) e = layer_blocks(limits, &blocks);
+    if (e != cudaSuccess) return e;
+    const LayerFusion fusion = layer_fusion(*layer, limits, blocks);
     const auto persistent = [&](LayerPart part) {
-        return layer_decode(*layer, w, part, limits, delta_net(*layer, w), stream);
+        return layer_decode(*layer, w, part, limits, blocks, delta_net(*layer, w), stream);
     };
     if (fusion == LayerFusion::kWHOLE) return persistent(LayerPart::kWHOLE);
     e = fusion == LayerFusion::kAROUND_MIXER ? persistent(LayerPart::kINPUT) : run_inputs(*layer, w, stream);

@@ -2,14 +2,15 @@
 //
 //   block = 16 consumer warps + 4 helpers, one block a multiprocessor. One helper knows all weights beforehand and runs
 //   ahead through them, so memory stays busy while the consumers wait for each other:
-//   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh)
-//   more               phases separated by grid barriers
-//   a consumer warp owns one superblock of each chunk of 16 of every tile
+//   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh), and two blocks share tiles
+//                      (layer_cluster.cuh): of every chunk of 16 superblocks one has the first half, the other the rest,
+//                      and a consumer warp has one of these superblocks of one of two tiles
+//   more               phases separated by grid barriers (layer_eight.cuh); a consumer warp has one superblock of each
+//                      chunk of every tile
 // Every choice that fixes the order of a sum follows from the layer, never from t.
 #pragma once
 #include "layer_parts.cuh"
 #include "matmul_parts.cuh"
-#include "quantize_superblock.cuh"
 #include "weight_ring.cuh"
 
 namespace nextn {
@@ -35,7 +36,7 @@ struct ClearRange {
 struct LayerParams {
     Phase phase[kPHASES];
     RowSource source[kPHASES];
-    QuantizedRows shared;      // more than four tokens: rows of the product at hand, quantised by all blocks together
+    QuantizedRows operands;    // more than four tokens: rows of the product at hand, quantised by all blocks together
     float* row_squares;        // their sums of x^2 by superblock, [t][kWARPS]
     ClearRange floats;         // up to four: to be cleared, see layer_flow.cuh
     NextnGatedDeltaNet delta;  // rows and y set

@@ -17,8 +17,7 @@ struct __align__(16) DeltaWindow {
 };
 template <int MAX_T>
 struct DeltaShared {
-    // Steps of the pass before that are fetched at once; where rows flow there is no room for more.
-    static constexpr int kSTEPS = MAX_T == kGroupTokens ? 4 : NEXTN_MAX_DECODE_T - 1;
+    static constexpr int kSTEPS = NEXTN_MAX_DECODE_T - 1;  // of the pass before that are fetched at once
     float q[MAX_T][kGDN_DIM], k[MAX_T][kGDN_DIM];
     float v[MAX_T][kGDN_COLUMNS], gate[MAX_T][kGDN_COLUMNS];
     union {

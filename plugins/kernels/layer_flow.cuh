@@ -43,7 +43,7 @@ __device__ __forceinline__ void clear_own_tiles(const LayerParams& p, int lane, 
     const Phase& f = p.phase[p.first];
     for (int i = 0; i < f.segments; ++i) {
         const Segment& g = f.segment[i];
-        for (int u = first_tile(g); u < g.tiles; u += gridDim.x)
+        for (int u = first_tile(g, blockIdx.x); u < g.tiles; u += gridDim.x)
             for (int e = lane; e < kTILE_ROWS * p.t; e += lanes) {
                 const int n = u * kTILE_ROWS + e % kTILE_ROWS;
                 if (n < g.n) g.y[e / kTILE_ROWS * f.ldy + n] = __uint_as_float(kABSENT);

@@ -8,17 +8,18 @@ namespace nextn {
 constexpr int kADDERS = 2, kCLEANERS = 3;
 constexpr int kCLEAR_WORD = 32;  // of `sync`, a line of its own
 
-// Pairs of tiles, or of gate and up, of a segment in the order in which all warps take them.
+// Pairs of tiles, or of gate and up, of a segment in the order in which all warps take them; of two blocks that share
+// tiles, those of the first.
 struct Pair {
     int u, count;
 };
 template <typename F>
-__device__ __forceinline__ void for_each_pair(const LayerParams& p, const F& f) {
+__device__ __forceinline__ void for_each_pair(const LayerParams& p, int rank, const F& f) {
     const int grid = gridDim.x;
     for (int k = p.first; k <= p.last; ++k)
         for (int i = 0; i < p.phase[k].segments; ++i) {
             const Segment& g = p.phase[k].segment[i];
-            for (int u = first_tile(g); u < g.tiles; u += g.second ? grid : kPAIR * grid)
+            for (int u = first_tile(g, blockIdx.x - rank); u < g.tiles; u += g.second ? grid : kPAIR * grid)
                 f(k, g, Pair{u, g.second || u + grid < g.tiles ? 2 : 1});
         }
 }
@@ -26,8 +27,9 @@ __device__ __forceinline__ void for_each_pair(const LayerParams& p, const F& f) 
 // Stages under way at most, about what the memory needs to be busy: with more, everything else that the block reads or
 // writes queues up behind them.
 constexpr int kIN_FLIGHT = 2;
-// Stages of a product that are brought before the block has read its rows: more would keep these from coming.
-constexpr int kEARLY = 2;
+// Stages of a product that are brought before the block has read its rows, one less than there are at most: more would keep
+// these from coming.
+constexpr int kEARLY = 3;
 
 // Several tokens' rows have the way to themselves.
 __device__ __forceinline__ void wait_while_reading(volatile const int& warps) {
@@ -35,99 +37,128 @@ __device__ __forceinline__ void wait_while_reading(volatile const int& warps) {
     }
 }
 
-template <bool FLOWS, typename Shared>
-__device__ __forceinline__ void bring_weights(const LayerParams& p, Shared& s, uint8_t* ring, int lane) {
+template <int TOKENS>
+__device__ __forceinline__ void bring_weights(const LayerParams& p, LayerShared<TOKENS>& s, uint32_t ring, int rank) {
     RingPosition at, landed;  // landed: kIN_FLIGHT stages behind
     int issued = 0, product = p.first, early = 0;
-    for_each_pair(p, [&](int k, const Segment& g, const Pair& pair) {
+    for_each_pair(p, rank, [&](int k, const Segment& g, const Pair& pair) {
         const Phase& f = p.phase[k];
-        const int size = super_bytes(g.type), stride = stage_row(g.type, min(kWARPS, f.supers));
-        for (int c = 0; c < f.chunks; ++c)
+        const int size = super_bytes(g.type), stride = stage_row(g.type, f.width), pitch = f.supers * size;
+        for (int c = 0; c < f.chunks; ++c) {
+            const RowPart part = row_part(f, size, rank, c);
             for (int j = 0; j < pair.count; ++j) {
                 if (k != product) {
                     product = k;
                     early = 0;
                 }
-                if (FLOWS && k != p.first && early++ == kEARLY) mbarrier_wait(s.read + k, 0);
+                if (kSPLIT<TOKENS> && k != p.first && early++ == min(kEARLY, p.stages - 1)) mbarrier_wait(s.read + k, 0);
                 if (issued++ >= kIN_FLIGHT) {
                     mbarrier_wait(s.full + landed.stage, landed.phase);
                     landed.next(p.stages);
                 }
                 mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
-                if (FLOWS) wait_while_reading(s.reading);
-                const int tile = g.second ? pair.u : pair.u + j * gridDim.x;
-                const int64_t row = min(tile * kTILE_ROWS + lane, g.n - 1) * static_cast<int64_t>(f.supers * size);
-                if (lane < kTILE_ROWS)
-                    produce_row((j && g.second ? g.second : g.weight) + row + c * kWARPS * size,
-                                ring + at.stage * p.stage_bytes + lane * stride,
-                                min(kWARPS, f.supers - c * kWARPS) * size, s.full + at.stage);
+                if (kSPLIT<TOKENS>) wait_while_reading(s.reading);
+                const int row = (g.second ? pair.u : pair.u + j * static_cast<int>(gridDim.x)) * kTILE_ROWS;
+                const uint8_t* from = (j && g.second ? g.second : g.weight) + row * static_cast<int64_t>(pitch) +
+                                      c * kWARPS * size + part.from;
+                // of rows past the last one anything will do
+                produce_rows(from, pitch, min(kSTAGE_ROWS<TOKENS>, g.n - row), ring + at.stage * p.stage_bytes, stride,
+                             part.bytes, s.full + at.stage);
                 at.next(p.stages);
             }
+        }
     });
 }
 
-// 1 / rms of the row that a lane has results of: of token lane / 8, or of the only one.
-template <int TOKENS, typename Shared>
-__device__ __forceinline__ float row_factor(const LayerParams& p, const Shared& s, int k, int lane) {
-    const int supers = p.phase[k].supers;
-    float total = 0.0f;
-#pragma unroll 1
-    for (int token = 0; token < TOKENS; ++token) {
-        const float sum = sum_of_squares(lane < supers ? s.squares[k][token][lane] : 0.0f);
-        if (TOKENS == 1 || token == lane >> 3) total = sum;
-    }
-    return rms_factor(total, supers * kSUPER, p.eps);
-}
+// Results from the sums over the warps of both blocks of a pair of tiles, or of gate and up. Adders take one token's pairs
+// in turns, of which a lane sums half of the superblocks of a row; of more tokens each has half the rows.
+template <int TOKENS>
+struct Adder {
+    static constexpr bool ONE = TOKENS == 1;
+    static constexpr int kOUTPUTS = ONE ? 1 : kPAIR;  // of a lane
+    static constexpr int kWARP = kWARP_FLOATS<TOKENS>;
 
-// Results from the sums over the warps of a pair of tiles, or of gate and up. A lane has a row. Adders take one token's
-// pairs in turns; of several tokens each has half the rows of a tile.
-template <int TOKENS, typename Shared>
-__device__ __forceinline__ void add_up(const LayerParams& p, Shared& s, int adder, int lane) {
-    constexpr bool ONE = TOKENS == 1;
-    constexpr int kWARP = kWARP_FLOATS<TOKENS>, kTILE = kTILE_FLOATS<TOKENS>, kBUFFERS = nextn::kBUFFERS<TOKENS>;
-    const int grid = gridDim.x, token = ONE ? 0 : lane >> 3;
-    int pairs = 0, ready = -1;  // ready: phase of `factor`
-    float factor = 1.0f;
-    mbarrier_wait(&s.own_clear, 0);
-    for_each_pair(p, [&](int k, const Segment& g, const Pair& pair) {
-        const int buffer = pairs % kBUFFERS, phase = pairs / kBUFFERS & 1;
-        if (ONE && pairs++ % kADDERS != adder) return;
-        if (!ONE) ++pairs;
+    const LayerParams& p;
+    LayerShared<TOKENS>& s;
+    int adder, rank, lane;
+    int ready;     // phase of `factor`
+    float factor;  // 1 / rms of the lane's row
+
+    __device__ __forceinline__ int row() const {
+        return ONE ? lane % kTILE_ROWS : 4 * adder + (lane >> 3) + (lane & 1) * (kTILE_ROWS / 2);
+    }
+    __device__ __forceinline__ int token() const { return ONE ? 0 : lane >> 1 & 3; }
+
+    // Of the lane's row of both tiles.
+    __device__ __forceinline__ float2 totals(const float* sums) const {
+        if constexpr (ONE) {
+            constexpr int kHALF = kWARPS / 2;
+            const float2 half = sums_of<kWARP, kHALF>(sums + 2 * row() + lane / kTILE_ROWS * kHALF * kWARP);
+            return plus(half, make_float2(__shfl_xor_sync(~0u, half.x, kTILE_ROWS),
+                                          __shfl_xor_sync(~0u, half.y, kTILE_ROWS)));
+        } else {
+            return sums_of<kWARP, kWARPS>(sums + kWARP / kADDERS * adder + 2 * lane);
+        }
+    }
+
+    __device__ __forceinline__ void add(int k, const Segment& g, const Pair& pair, int buffer, int phase) {
         const Phase& f = p.phase[k];
-        const float* sums = s.partial[buffer] + lane + (ONE ? 0 : adder * 32);
-        const int tiles = ONE || g.second ? 1 : pair.count;  // one after the other
-        bool waited = false;
-#pragma unroll 1
-        for (int i = 0; i < tiles; ++i, sums += kTILE) {
-            const int tile = pair.u + grid * (ONE ? lane / kTILE_ROWS : i);
-            const int n = tile * kTILE_ROWS + (ONE ? lane % kTILE_ROWS : adder * 8 + (lane & 7));
-            const int64_t at = token * f.ldy + n;
-            const bool stored = n < g.n && (ONE ? lane < kTILE_ROWS || (pair.count == 2 && !g.second) : token < p.t);
-            float residual = 0.0f;
+        bool stored[kOUTPUTS];
+        int64_t at[kOUTPUTS];
+        float residual[kOUTPUTS] = {};
+#pragma unroll
+        for (int i = 0; i < kOUTPUTS; ++i) {
+            const int of_pair = ONE ? lane / kTILE_ROWS : i;
+            const int n = (pair.u + rank + static_cast<int>(gridDim.x) * of_pair) * kTILE_ROWS + row();
+            stored[i] = n < g.n && token() < p.t && (of_pair == 0 || (pair.count == 2 && !g.second));
+            at[i] = token() * f.ldy + n;
+            if (f.residual && stored[i]) residual[i] = load_now(f.residual + at[i]);
+        }
+        if (f.residual && k == kDOWN)
+#pragma unroll
+            for (int i = 0; i < kOUTPUTS; ++i)
+                if (stored[i]) await(f.residual + at[i], residual[i]);
+        mbarrier_wait(s.given + buffer, phase);
+        if (ready != k)
+            factor = p.source[k].norm
+                         ? rms_factor(sum_of<1, kWARPS>(s.squares[buffer][token()]), f.supers * kSUPER, p.eps)
+                         : 1.0f;
+        ready = k;
+        float2 sum = totals(s.partial[buffer]);
+        sum = make_float2(__fmul_rn(sum.x, factor), __fmul_rn(sum.y, factor));
+        if (g.second) sum.x = swiglu(sum.x, sum.y);
+#pragma unroll
+        for (int i = 0; i < kOUTPUTS; ++i) {
+            const float v = i || (ONE && lane >= kTILE_ROWS) ? sum.y : sum.x;
+            if (stored[i]) g.y[at[i]] = f.residual ? __fadd_rn(residual[i], v) : v;
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        constexpr int kBUFFERS = nextn::kBUFFERS<TOKENS>;
+        const uint32_t taken = smem_address(s.taken[rank]) + way_to_block(&s, lane % kCLUSTER);
+        int pairs = 0;
+        ready = -1;
+        mbarrier_wait(&s.own_clear, 0);
+        for_each_pair(p, rank, [&](int k, const Segment& g, const Pair& pair) {
+            const int buffer = pairs % kBUFFERS, phase = pairs / kBUFFERS & 1;
+            if (pairs++ % kADDERS != adder && ONE) return;
+            if (lane == 0 && (ONE || adder == 0)) arrive_expecting(s.given + buffer, kWARPS * kSENT_BYTES<TOKENS>);
             // a block with few tiles may come here with nothing but the first product behind it
             if (k == kDOWN) mbarrier_wait(&s.all_clear, 0);
-            if (f.residual && stored) {
-                residual = load_now(f.residual + at);
-                if (k == kDOWN) await(f.residual + at, residual);
-            }
-            if (!waited) mbarrier_wait(s.given + buffer, phase);
-            waited = true;
-            if (ready != k) {
-                ready = k;
-                factor = p.source[k].norm ? row_factor<TOKENS>(p, s, k, lane) : 1.0f;
-            }
-            if (stored) g.y[at] = result_of<kWARP>(sums, sums + kTILE, g.second, factor, f.residual, residual);
-        }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(s.taken + buffer);
-    });
-}
+            add(k, g, pair, buffer, phase);
+            __syncwarp();
+            if (lane < kCLUSTER) arrive_in_cluster(taken + 8 * buffer);
+        });
+    }
+};
 
 // What must be done before the first product's results can be used. Old windows, which blocks share, have been read by
-// all before any of them is overwritten: where rows do not flow the grid barrier sees to that. Where they do, the
-// memory is clear (see layer_flow.cuh). One of kCLEANERS warps.
-template <bool FLOWS, typename Shared>
-__device__ __forceinline__ void clear_and_fetch(const LayerParams& p, Shared& s, int cleaner, int lane) {
+// all before any of them is overwritten: where rows do not flow the grid barrier sees to that. Where they do, the memory is
+// clear (see layer_flow.cuh). One of kCLEANERS warps.
+template <int TOKENS>
+__device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShared<TOKENS>& s, int cleaner, int lane) {
+    constexpr bool FLOWS = kSPLIT<TOKENS>;
     if (FLOWS && p.first < p.last) {
         clear_own_tiles(p, 32 * cleaner + lane, 32 * kCLEANERS);
         clear(p.floats, 32 * cleaner + lane, 32 * kCLEANERS);

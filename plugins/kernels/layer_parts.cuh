@@ -16,13 +16,16 @@ struct LayerWorkspace {
 };
 LayerWorkspace layer_workspace(void* base, const NextnLayer& layer);
 
+// Blocks of the persistent kernel: as many as run at once, in clusters of which each block has a multiprocessor. 0 where
+// it does not run at all.
+cudaError_t layer_blocks(const DeviceLimits& limits, int* blocks);
 // What the persistent kernel takes of a layer. Does not depend on t within 1..8.
 enum class LayerFusion { kNONE, kAFTER_MIXER, kAROUND_MIXER, kWHOLE };
-LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits);
+LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits, int blocks);
 enum class LayerPart { kINPUT, kAFTER_MIXER, kWHOLE };
 // `delta`: p.delta_net with rows and y set.
 cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart part, const DeviceLimits& limits,
-                         const NextnGatedDeltaNet& delta, cudaStream_t stream);
+                         int blocks, const NextnGatedDeltaNet& delta, cudaStream_t stream);
 
 inline bool has_attention(const NextnLayer& p) { return p.attention.head_dim != 0; }
 

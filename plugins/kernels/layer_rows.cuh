@@ -1,8 +1,7 @@
-// Rows of a product as operands: up to four tokens by every block for itself, more by all blocks together.
+// Rows of a product, and one token's as operands.
 #pragma once
 #include "layer_flow.cuh"
 #include "one_token.cuh"
-#include "quantize_superblock.cuh"
 
 namespace nextn {
 
@@ -58,30 +57,6 @@ __device__ __forceinline__ float scale_values(const LayerParams& p, const RowSou
     return sum;
 }
 
-// One token's values of a superblock to its slot, quantised.
-__device__ __forceinline__ void quantize_slot(TokenSlot& slot, int lane, const float4 (&v)[2]) {
-    const int sub = lane >> 2, q = lane & 3;
-    const QuantScale scale = quant_scale(__reduce_max_sync(~0u, max_bits(max_bits(0, v[0]), v[1])));
-    const QuantWord w[2] = {quantize4(v[0], scale.inverse), quantize4(v[1], scale.inverse)};
-    slot.frag[0][sub >> 1][q][sub & 1] = make_uint2(w[0].hi, w[1].hi);
-    slot.frag[1][sub >> 1][q][sub & 1] = make_uint2(w[0].lo, w[1].lo);
-    int total[2] = {w[0].sum, w[1].sum};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        total[h] += __shfl_xor_sync(~0u, total[h], 1);
-        total[h] += __shfl_xor_sync(~0u, total[h], 2);
-    }
-    if (q == 0) *reinterpret_cast<int2*>(&slot.sum16[2 * sub]) = make_int2(total[0], total[1]);
-    if (lane == 0) slot.scale = scale.scale;
-    __syncwarp();
-    // a lane has one digit: column hi or low, q and byte of the operand
-    const int low = lane >> 4, to = (lane >> 2) & 3, byte = lane & 3, at = 2 * (4 * (to & 1) + byte);
-    const MinDigit digit = min_digit(slot.sum16[at] + slot.sum16[at + 1], low);
-    auto* word = reinterpret_cast<int8_t*>(&slot.sums[low][to]) + byte;
-    word[0] = static_cast<int8_t>(to < 2 ? digit.first : digit.rest);
-    word[4] = static_cast<int8_t>(digit.rest);
-}
-
 // What is at an address of each lane when it is there for all of them. Others need the memory too, hence the pauses.
 __device__ __forceinline__ float4 await_all4(const float* at) {
     float4 v;
@@ -104,6 +79,55 @@ __device__ __forceinline__ void await_values(const float* x, float4 (&v)[2]) {
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);
 #pragma unroll
     for (int h = 0; h < 2; ++h) await(x + 16 * h, v[h]);
+}
+
+// When that is there, most likely the superblock is.
+__device__ __forceinline__ const float* last_value(const RowSource& s, int token, int superblock) {
+    return s.x + token * s.ldx + superblock * kSUPER + kSUPER - 1;
+}
+// Values of a lane, when they are there; they are for the first product. Times the norm's weights and the head's factor.
+// Returns the sum of x^2. read: who waits for them, or null.
+__device__ __forceinline__ float take_values(const LayerParams& p, int k, int token, int superblock, int lane,
+                                             const float4 (&norm)[2], uint64_t* read, float4 (&v)[2]) {
+    const RowSource& from = p.source[k];
+    float4 squares = {};
+    if (from.squares)  // written after the values
+        squares = await_all4(head_squares(p, from, token, 2 * superblock + (lane >> 4)));
+    else if (k != p.first)
+        await_all(last_value(from, token, superblock));
+    if (k == p.first)  // could hold anything
+        request_values(from, token, superblock, lane, v);
+    else
+        await_values(values_at(from, token, superblock, lane), v);
+    if (read) {
+        arrive_when_there(read, v[1].w, lane);
+        trace_value(p, 5 * k + 2, v[1].w);
+    }
+    return scale_values(p, from, v, norm, squares);
+}
+
+// One token's values of a superblock to its slot, quantised.
+__device__ __forceinline__ void quantize_slot(TokenSlot& slot, int lane, const float4 (&v)[2]) {
+    const int sub = lane >> 2, q = lane & 3;
+    const QuantScale scale = quant_scale(__reduce_max_sync(~0u, max_bits(max_bits(0, v[0]), v[1])));
+    const QuantWord w[2] = {quantize4(v[0], scale.inverse), quantize4(v[1], scale.inverse)};
+    slot.frag[0][sub >> 1][q][sub & 1] = make_uint2(w[0].hi, w[1].hi);
+    slot.frag[1][sub >> 1][q][sub & 1] = make_uint2(w[0].lo, w[1].lo);
+    int total[2] = {w[0].sum, w[1].sum};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        total[h] += __shfl_xor_sync(~0u, total[h], 1);
+        total[h] += __shfl_xor_sync(~0u, total[h], 2);
+    }
+    if (q == 0) *reinterpret_cast<int2*>(&slot.sum16[2 * sub]) = make_int2(total[0], total[1]);
+    if (lane == 0) slot.scale = scale.scale;
+    __syncwarp();
+    // a lane has one digit: column hi or low, q and byte of the operand
+    const int low = lane >> 4, to = (lane >> 2) & 3, byte = lane & 3, at = 2 * (4 * (to & 1) + byte);
+    const MinDigit digit = min_digit(slot.sum16[at] + slot.sum16[at + 1], low);
+    auto* word = reinterpret_cast<int8_t*>(&slot.sums[low][to]) + byte;
+    word[0] = static_cast<int8_t>(to < 2 ? digit.first : digit.rest);
+    word[4] = static_cast<int8_t>(digit.rest);
 }
 
 // A later chunk's superblock. Not inline: it would be part of the code of every type's tiles.
@@ -148,94 +172,6 @@ __device__ __forceinline__ void load_slot(const TokenSlot& slot, OneToken<TYPE>&
         x.sums = slot.sums[low][q];
     }
     x.scale = slot.scale;
-}
-
-// Two to four tokens: the values of a superblock that a lane quantises, as TokenOperand has them.
-using TokensOperand = TokenOperand<kANY_KQUANT, 1>;
-__device__ __forceinline__ void load_norm(const RowSource& s, int superblock, int lane, float4 (&norm)[8]) {
-    const float* at = s.norm + superblock * kSUPER + TokensOperand::place(lane);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) norm[i] = __ldg(reinterpret_cast<const float4*>(at + 16 * i));
-}
-
-// In shared memory: who waits for a product's first rows, or null; how many warps read rows.
-struct ReadingSigns {
-    uint64_t* read;
-    int* reading;
-};
-
-// Quantises a superblock of all tokens, which may not be there yet unless it is the first product's. Returns the sum of
-// x^2 of token lane / 8 where rows are normed.
-__device__ __forceinline__ float take_tokens(const LayerParams& p, int k, int superblock, int lane,
-                                             const ReadingSigns& signs, TokensOperand& x) {
-    const RowSource& s = p.source[k];
-    const bool there = k == p.first;
-    const int token = TokensOperand::row(0, p.t, lane);
-    const float* row = s.x + token * s.ldx + superblock * kSUPER;
-    const float* from = row + TokensOperand::place(lane);
-    float4 norm[8] = {}, v[8], squares = {};
-    if (s.norm) load_norm(s, superblock, lane, norm);
-    if (there) {
-        wait_for_predecessor();
-        trace(p, 1);
-    }
-    bool again;
-    do {
-        if (s.squares)  // written after the values
-            squares = await_all4(head_squares(p, s, token, 2 * superblock + (lane >> 2 & 1)));
-        else if (!there)
-            await_all(row + kSUPER - 1);  // when that is there, most likely all are
-        if (lane == 0) atomicAdd(signs.reading, 1);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = load_now4(from + 16 * i);
-        asm volatile("" ::"f"(v[7].w) : "memory");  // when it is there
-        if (lane == 0) atomicAdd(signs.reading, -1);
-        again = false;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) again |= absent(v[i]);
-    } while (!there && __any_sync(~0u, again));
-    if (signs.read) {
-        if (lane == 0) mbarrier_arrive(signs.read);
-        trace(p, 5 * k + 2);
-    }
-    float sum = 0.0f;
-    if (s.norm) {
-        sum = TokensOperand::squares_of_lanes(v);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = times(v[i], norm[i]);
-    }
-    if (s.squares) {
-        const float factor = head_factor(p, squares);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = times(v[i], factor);
-    }
-    x.quantize_values(0, v, TokensOperand::max_bits_of_lanes(v), lane);
-    if (signs.read) trace(p, 5 * k + 3);
-    return sum;
-}
-
-// More than four tokens: all blocks together quantise the rows of a product, a warp a superblock of a token. norm: of
-// the first.
-template <int NT>
-__device__ __forceinline__ void quantize_shared(const LayerParams& p, const RowSource& s, int supers, int warp,
-                                                int lane, float4 (&norm)[2]) {
-    const int first = warp * gridDim.x + blockIdx.x;
-#pragma unroll 1
-    for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
-        const int superblock = i % supers, token = i / supers;
-        float4 v[2];
-        request_values(s, token, superblock, lane, v);
-        if (s.norm && i != first) load_norm(s, superblock, lane, norm);
-        float4 squares = {};
-        if (s.squares) squares = load_now4(head_squares(p, s, token, 2 * superblock + (lane >> 4)));
-        const float sum = scale_values(p, s, v, norm, squares);
-        const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
-        const float scale = quantize_superblock(v, p.shared, slot, token % kGroupTokens, lane);
-        if (lane == 0) {
-            p.shared.scale[slot * kGroupTokens + token % kGroupTokens] = scale;
-            if (s.norm) p.row_squares[token * kWARPS + superblock] = sum;
-        }
-    }
 }
 
 }  // namespace nextn

@@ -4,54 +4,64 @@
 
 namespace nextn {
 
-// TOKENS: the most that a kernel takes, 1, 4 or 8. Rows of up to four flow from block to block (layer_flow.cuh), more
-// meet at grid barriers.
+// TOKENS: the most that a kernel takes, 1, 4 or 8. With up to four, two blocks share tiles (layer_cluster.cuh); with more
+// all blocks share what they quantise (layer_eight.cuh).
 template <int TOKENS>
-constexpr bool kFLOWS = TOKENS <= kGroupTokens;
+constexpr bool kSPLIT = TOKENS <= kGroupTokens;
+template <int TOKENS>
+constexpr int kSTAGE_ROWS = (kSPLIT<TOKENS> ? kCLUSTER : 1) * kTILE_ROWS;
+// In groups of four.
+template <int TOKENS>
+constexpr int kGROUPS = ceil_div(TOKENS, kGroupTokens);
 
-// A tile's sums of one warp: of one token [row], of four [half of the rows][token][row], of more [token][row].
-// partial: [buffer][superblock's place][tile of the pair].
+// Sums of one warp of a pair of tiles: of one token [row][tile], of up to four [lane][half of the rows][tile], the lane as
+// the tensor cores have it, 4 * row + token; of more see store_results.
+// partial: [buffer][superblock's place].
 template <int TOKENS>
-constexpr int kTILE_FLOATS = TOKENS * kTILE_ROWS;
+constexpr int kWARP_FLOATS = kPAIR * TOKENS * kTILE_ROWS;
 template <int TOKENS>
-constexpr int kWARP_FLOATS = kPAIR * kTILE_FLOATS<TOKENS>;
+constexpr int kBUFFERS = kSPLIT<TOKENS> ? 4 : 2;
+// What a warp sends of a pair of tiles: its sums, and those of x^2 of its superblock.
 template <int TOKENS>
-constexpr int kBUFFERS = kFLOWS<TOKENS> ? 4 : 2;
+constexpr int kSENT_BYTES = 4 * (kWARP_FLOATS<TOKENS> + TOKENS);
 
 // One per kernel. own_clear and all_clear are used once a launch.
 template <int TOKENS>
 struct LayerShared {
-    float partial[kBUFFERS<TOKENS>][kWARPS * kWARP_FLOATS<TOKENS>];
-    float squares[kPHASES][TOKENS][kWARPS];  // of rows that flow, by superblock
-    float factor[NEXTN_MAX_DECODE_T];        // of rows that do not
+    alignas(16) float partial[kBUFFERS<TOKENS>][kWARPS * kWARP_FLOATS<TOKENS>];
+    float squares[kBUFFERS<TOKENS>][TOKENS][kWARPS];      // sums of x^2 of the rows, by superblock
+    float factor[NEXTN_MAX_DECODE_T];                     // where rows are not split
+    float own_squares[2][kWARPS / kCLUSTER][TOKENS];      // of this block's superblocks, of two products in turns
     DeltaWindow window;
-    uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];             // of the weight ring
-    uint64_t given[kBUFFERS<TOKENS>], taken[kBUFFERS<TOKENS>];  // of partial, where rows flow
+    uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];   // of the weight ring
+    uint64_t given[kBUFFERS<TOKENS>];                 // of partial
+    uint64_t taken[kCLUSTER][kBUFFERS<TOKENS>];       // the same of each block of the cluster
     uint64_t read[kPHASES];         // the block has read a product's rows (of its first chunk)
     uint64_t own_clear, all_clear;  // see clear_and_fetch
     int reading;                    // warps that read rows now
 };
 
-// Over the superblocks of a row, one a lane.
-__device__ __forceinline__ float sum_of_squares(float v) {
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, d));
-    return v;
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate))), up);
 }
 
-// An output from the warps' sums, STRIDE apart: of a product, or of gate and up.
-template <int STRIDE>
-__device__ __forceinline__ float result_of(const float* sums, const float* up_sums, bool gate_and_up, float factor,
-                                           bool has_residual, float residual) {
-    const auto total = [&](const float* from) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWARPS; ++w) sum = __fadd_rn(sum, from[w * STRIDE]);
-        return __fmul_rn(sum, factor);
-    };
-    float sum = total(sums);
-    if (gate_and_up) sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), total(up_sums));
-    return has_residual ? __fadd_rn(residual, sum) : sum;
+// Of N values, or pairs of values, STRIDE floats apart: of pairs of neighbours, of pairs of those, and so on.
+template <int STRIDE, int N>
+__device__ __forceinline__ float sum_of(const float* from) {
+    if constexpr (N == 1)
+        return *from;
+    else
+        return __fadd_rn(sum_of<STRIDE, N / 2>(from), sum_of<STRIDE, N / 2>(from + N / 2 * STRIDE));
+}
+__device__ __forceinline__ float2 plus(const float2& a, const float2& b) {
+    return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
+}
+template <int STRIDE, int N>
+__device__ __forceinline__ float2 sums_of(const float* from) {
+    if constexpr (N == 1)
+        return *reinterpret_cast<const float2*>(from);
+    else
+        return plus(sums_of<STRIDE, N / 2>(from), sums_of<STRIDE, N / 2>(from + N / 2 * STRIDE));
 }
 
 }  // namespace nextn

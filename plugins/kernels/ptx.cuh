@@ -71,6 +71,15 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// True in one lane of a whole warp, and known to be true in no other.
+__device__ __forceinline__ bool elect_lane() {
+    uint32_t r = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(r));
+#endif
+    return r;
+}
+
 // Programmatic dependent launch; no-ops before compute capability 9.0.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900

@@ -1,14 +1,15 @@
-// The weight ring of the persistent layer kernel: one producer warp, 16 consumer warps, a stage is 16 rows (a tile) of up
-// to 16 superblocks, one bulk copy per row.
+// The weight ring of the persistent layer kernel: one producer warp, 16 consumer warps, a stage is a tile of 16 rows, up to 16
+// superblocks of each, or two tiles of half of them, one bulk copy per row.
 #pragma once
 #include "few_tokens.cuh"
+#include "layer_cluster.cuh"
 
 namespace nextn {
 
 constexpr int kTILE_ROWS = 16, kPAIR = 2, kWARPS = 16, kMAX_STAGES = 8;
 
-// A matrix of a product, or gate and up in turns (`second`). Tiles go round the blocks; the first one is block `shift`'s,
-// so that the matrices of one product load all blocks evenly.
+// A matrix of a product, or gate and up in turns (`second`). Tiles go round the blocks; the first one is block `shift`'s, an
+// even number, so that the matrices of one product load all blocks evenly.
 struct Segment {
     const uint8_t *weight, *second;
     float* y;
@@ -20,6 +21,7 @@ struct Phase {
     const float* residual;  // stride ldy as y's
     int64_t ldy;
     int32_t segments, supers, chunks;
+    int32_t width;  // superblocks of a chunk that a block has at most
 };
 
 struct RingPosition {
@@ -44,19 +46,34 @@ __host__ __device__ constexpr bool ring_takes(int type, int supers) {
     return type == kNEXTN_Q6_K ? supers % 8 == 0 : is_kquant(type);
 }
 
-__device__ __forceinline__ int first_tile(const Segment& s) {
-    const int block = blockIdx.x;
+__device__ __forceinline__ int first_tile(const Segment& s, int block) {
     return block >= s.shift ? block - s.shift : block - s.shift + static_cast<int>(gridDim.x);
 }
 
-// Lanes 0..15 of the producer warp: row `row` (less than n) of the matrix, chunk c.
-__device__ __forceinline__ void produce_row(const uint8_t* from, uint8_t* to, int bytes, uint64_t* full) {
+// What of a chunk of a row block `rank` of a cluster brings: the bytes from `from` on, whole 16-byte pieces. Half a row of
+// Q6_K may begin within such a piece, which both bring then.
+struct RowPart {
+    int from, bytes;
+};
+__device__ __forceinline__ RowPart row_part(const Phase& f, int size, int rank, int chunk) {
+    const int first = rank * f.width, count = min(f.width, f.supers - chunk * kWARPS - first);
+    const int from = first * size & ~15;
+    return {from, count > 0 ? ((first + count) * size + 15 & ~15) - from : 0};
+}
+
+// The producer warp: a part of `rows` rows, `pitch` apart. All of it is the same in every lane, or the copies would go
+// through a loop over lanes.
+__device__ __forceinline__ void produce_rows(const uint8_t* from, int pitch, int rows, uint32_t to, int stride,
+                                             int bytes, uint64_t* full) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_address(full)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     smem_address(to)),
-                 "l"(from), "r"(bytes), "r"(smem_address(full))
-                 : "memory");
+    if (!elect_lane()) return;
+    arrive_expecting(full, rows * bytes);
+    if (bytes == 0) return;
+#pragma unroll 4
+    for (int r = 0; r < rows; ++r, to += stride, from += pitch)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                     "l"(from), "r"(bytes), "r"(smem_address(full))
+                     : "memory");
 #endif
 }
 

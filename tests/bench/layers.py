@@ -21,15 +21,14 @@ LAYERS, REPEATS = 8, 3
 BLOCKS = 132
 PHASES = ("input", "output", "gate/up", "down")
 # Points of the trace in the order they are reached, each with what came before it. 5 k + 2: phase k has its rows (up to
-# four tokens); 3: quantised; 4: operands ready (not of two to four); 5: product done; 6: barrier passed (more than
-# four).
+# four tokens); 3: quantised; 4: operands ready (not of two to four); 5: product done. 6: what the rest writes is clear,
+# barrier passed (more than four tokens).
 POINTS = [(0, ""), (1, "predecessor")]
 for _k, _phase in enumerate(PHASES):
     POINTS += [
-        (5 * _k + 2 + i, f"{_phase} {part}")
-        for i, part in enumerate(["rows", "quantising", "operands", "product", "barrier"])
+        (5 * _k + 2 + i, f"{_phase} {part}") for i, part in enumerate(["rows", "quantising", "operands", "product"])
     ]
-POINTS = [*POINTS[:7], (22, "delta net"), (23, "barrier"), *POINTS[7:-1]]
+POINTS = [*POINTS[:6], (6, "clearing"), (22, "delta net"), *POINTS[6:]]
 TRACED = 24  # clocks a block
 
 

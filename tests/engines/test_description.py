@@ -142,7 +142,7 @@ def test_layer_kernels_follow_the_launcher() -> None:
         "takes(p.gate, p.d, kMAX_SUPERS)",
         "takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS)",
         "takes(p.input[i], p.d, kMAX_SUPERS)",
-        "g.v_heads * kGDN_PARTS <= limits.sm_count",
+        "g.v_heads * kGDN_PARTS <= blocks",
     ):
         assert condition in body[0]
 

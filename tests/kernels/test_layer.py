@@ -17,6 +17,7 @@ F32 = NDArray[np.float32]
 ERROR = 1e-3  # of single matrices: 3e-4
 SMALL = Shape(2048, 6144, NetShape(8, 16, 128))  # the persistent kernel's smallest
 FEW_TILES = Shape(2048, 1024, NetShape(4, 8, 128))  # most blocks have no tile of some products
+ODD = Shape(2304, 9472, NetShape(5, 10, 128))  # superblocks that two blocks cannot share evenly, an odd number of tiles
 NINE_B = Shape(4096, 12288, NetShape(16, 32, 128))
 ATTENTION = Shape(4096, 12288, None)
 TYPES = {
@@ -57,7 +58,7 @@ def test_matches_float64(rng: np.random.Generator, kind: str, t: int) -> None:
     assert whole < max(ERROR, 2 * single) and single < 10 * ERROR
 
 
-@pytest.mark.parametrize("shape", [SMALL, SMALL.with_types(*TYPES["mixed"]), NINE_B, ATTENTION], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, SMALL.with_types(*TYPES["mixed"]), ODD, NINE_B, ATTENTION], ids=str)
 def test_does_not_depend_on_t(rng: np.random.Generator, shape: Shape) -> None:
     """Output and all state of T tokens at once equal those of one at a time."""
     layer = RandomLayer(rng, shape, repeat=2)
@@ -119,7 +120,7 @@ def test_kernels_go_on_from_what_each_other_left(rng: np.random.Generator, flags
         assert np.array_equal(layer.run(after, 0, flags), went_on), kept
 
 
-@pytest.mark.parametrize("shape", [NINE_B.with_types(*TYPES["mixed"]), ATTENTION], ids=str)
+@pytest.mark.parametrize("shape", [NINE_B.with_types(*TYPES["mixed"]), ODD, ATTENTION], ids=str)
 @pytest.mark.parametrize("t", [1, 4, 7])
 def test_persistent_and_single_kernels_agree(rng: np.random.Generator, shape: Shape, t: int) -> None:
     layer = RandomLayer(rng, shape, repeat=2)

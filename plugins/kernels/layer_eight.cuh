@@ -1,0 +1,76 @@
+// What the persistent layer kernel does otherwise for more than four tokens: all blocks quantise a product's rows together,
+// and meet before they load them as operands and after the product. A block has whole rows of its tiles, and its consumer
+// warps add up their sums.
+#pragma once
+#include "layer_rows.cuh"
+#include "layer_shared.cuh"
+#include "quantize_superblock.cuh"
+
+namespace nextn {
+
+// A warp has a superblock of a token; its first one is this.
+__device__ __forceinline__ int first_unit() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
+
+// norm: of the first superblock.
+template <int NT>
+__device__ __forceinline__ void quantize_together(const LayerParams& p, int k, int lane, float4 (&norm)[2]) {
+    const RowSource& s = p.source[k];
+    const int first = first_unit(), supers = p.phase[k].supers;
+#pragma unroll 1
+    for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
+        const int superblock = i % supers, token = i / supers;
+        float4 v[2], squares = {};
+        request_values(s, token, superblock, lane, v);
+        if (s.norm && i != first) load_norm(s, superblock, lane, norm);
+        if (s.squares) squares = load_now4(head_squares(p, s, token, 2 * superblock + (lane >> 4)));
+        const float sum = scale_values(p, s, v, norm, squares);
+        const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
+        const float scale = quantize_superblock(v, p.operands, slot, token % kGroupTokens, lane);
+        if (lane == 0) {
+            p.operands.scale[slot * kGroupTokens + token % kGroupTokens] = scale;
+            if (s.norm) p.row_squares[token * kWARPS + superblock] = sum;
+        }
+    }
+}
+
+// Of token `warp`; valid after the next consumers_sync.
+template <int TOKENS>
+__device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TOKENS>& s, int k, int warp, int lane) {
+    const int supers = p.phase[k].supers, token = min(warp, p.t - 1);  // absent tokens repeat the last one
+    float total = 0.0f;
+    if (p.source[k].norm && lane < supers) total = __ldcg(p.row_squares + token * kWARPS + lane);
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) total = __fadd_rn(total, __shfl_xor_sync(~0u, total, d));  // as sum_of
+    if (lane == 0) s.factor[warp] = p.source[k].norm ? rms_factor(total, supers * kSUPER, p.eps) : 1.0f;
+}
+
+// Of a pair of tiles from u on, an output a thread. Warps take turns, so that none falls behind; place: this one's.
+// partial: [superblock's place][tile][token][row], this warp's sums not in it yet.
+template <int TOKENS, int NT>
+__device__ __forceinline__ void store_results(const LayerParams& p, const LayerShared<TOKENS>& s, float* partial, const Phase& f,
+                                              const Segment& g, int u, int count, int own, int place, int lane,
+                                              const float (&y)[kPAIR][NT][2]) {
+    constexpr int kWARP = kWARP_FLOATS<TOKENS>, kTILE = kWARP / kPAIR;
+    float* mine = partial + own * kWARP + (lane & 3) * kTILE_ROWS + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < kPAIR * NT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) mine[i * kGroupTokens * kTILE_ROWS + 8 * h] = y[i / NT][i % NT][h];
+    const bool two = !g.second && count == 2;
+    const int e = place * 32 + lane, row = e & (kTILE_ROWS - 1), i = two ? (e >> 4) & 1 : 0, token = e >> (two ? 5 : 4);
+    const int n = (u + i * static_cast<int>(gridDim.x)) * kTILE_ROWS + row;
+    const int64_t at = token * f.ldy + n;
+    const bool stored = token < p.t && n < g.n;
+    float residual = 0.0f;
+    if (f.residual && stored) residual = __ldcg(f.residual + at);
+    // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after it has read
+    // this one's sums.
+    consumers_sync();
+    if (!stored) return;
+    partial += i * kTILE + token * kTILE_ROWS + row;
+    float sum = __fmul_rn(sum_of<kWARP, kWARPS>(partial), s.factor[token]);
+    if (g.second) sum = swiglu(sum, __fmul_rn(sum_of<kWARP, kWARPS>(partial + kTILE), s.factor[token]));
+    g.y[at] = f.residual ? __fadd_rn(residual, sum) : sum;
+}
+
+}  // namespace nextn
