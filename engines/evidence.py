@@ -53,7 +53,8 @@ class Evidence:
         first layer."""
         layers = layers_so_far(self.places)
         limits = {name: max(limit, min(limit * layers[name], ROUNDING_NMSE)) for name in self.places}
-        return [self._place(name, shown[name], limits[name]) for name in self.places if name in shown]
+        with np.errstate(all="ignore"):  # what is no number is found, not warned of
+            return [self._place(name, shown[name], limits[name]) for name in self.places if name in shown]
 
     def after_the_last(self) -> Evidence:
         """For a build that shows the last token's logits alone."""
@@ -76,7 +77,8 @@ class Evidence:
             return Place(name, nmse, True)
         others = {fault: _nmse(got, other) for fault, other in self.explanations.get(name, {}).items()}
         best = min(others, key=others.__getitem__, default="")
-        return Place(name, nmse, False, best if best and others[best] <= _EXPLAINED * nmse else "")
+        explained = best and np.isfinite(others[best]) and others[best] <= _EXPLAINED * nmse
+        return Place(name, nmse, False, best if explained else "")
 
 
 def layers_so_far(names: Iterable[str]) -> dict[str, int]:
@@ -128,4 +130,5 @@ def first_off(places: Sequence[Place]) -> list[str]:
             suspect += ", or their precision"
         if leaf in ("conv", "value_cache", LOGITS):
             suspect += f", or what comes after {places[index - 1].name}" if index else ", or the embedding"
-    return [f"{place.name} is not what the model's equations give (NMSE {place.nmse:.1e}); suspect {suspect}"]
+    error = f"NMSE {place.nmse:.1e}" if np.isfinite(place.nmse) else "NaN or infinite"
+    return [f"{place.name} is not what the model's equations give ({error}); suspect {suspect}"]

@@ -23,7 +23,7 @@ from engines.given_files import given_text
 from engines.report_files import json_text
 from runtime.agreement import HARDLY_ANY, SUSPICIOUS_ACCEPTANCE, Report, compare, sampled_prompts
 from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
-from runtime.diagnosis import diagnose
+from runtime.diagnosis import diagnose, naming
 from runtime.evaluation.prompts import MOST_PROMPTS
 from runtime.model_cache import exported_folder
 from runtime.sampling import SamplingParams
@@ -49,17 +49,15 @@ def main(arguments: list[str] | None = None) -> int:
         threads=options.threads,
         spec=spec,
     )
-    if options.prompts is None:
-        prompts = sampled_prompts(session, options.n_prompts, options.prompt_length, options.seed)
-    else:
-        prompts = _read_prompts(options.prompts, session)
-    _check_room(prompts, session.context_size)
-    report = Report.of([compare(session, prompt, params, options.predict) for prompt in prompts])
-    failures = report.failures(options.min_acceptance)
-    rows = min(options.spec_draft_n_max + 1, session.context_size - 1)
-    faults = state_faults(session.trunk, probed(prompts[0], rows), rows)
-    failures += [f"state: {fault}" for fault in faults]
+    prompts = [] if options.prompts is None else _read_prompts(options.prompts, session)
+    _check_room(max(map(len, prompts), default=options.prompt_length), session.context_size)
     diagnosis = diagnose(session, options.against, probe_state=False) if options.against else None
+    with naming(diagnosis):
+        prompts = prompts or sampled_prompts(session, options.n_prompts, options.prompt_length, options.seed)
+        report = Report.of([compare(session, prompt, params, options.predict) for prompt in prompts])
+        rows = min(options.spec_draft_n_max + 1, session.context_size - 1)
+        faults = state_faults(session.trunk, probed(prompts[0], rows), rows)
+    failures = report.failures(options.min_acceptance) + [f"state: {fault}" for fault in faults]
     failures += [f"build: {fault}" for fault in diagnosis.faults] if diagnosis else []
     if options.json:
         about = {
@@ -138,9 +136,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--min-acceptance {options.min_acceptance}: wanted a rate from 0 to 1")
 
 
-def _check_room(prompts: list[list[int]], context_size: int) -> None:
+def _check_room(longest: int, context_size: int) -> None:
     """Texts that the context cuts before anything is drafted would compare nothing."""
-    longest = max(map(len, prompts))
     if longest + _MIN_TOKENS > context_size:
         raise UsageError(
             f"a prompt of {longest} tokens leaves too little of a context of {context_size}; "

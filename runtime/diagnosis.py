@@ -6,19 +6,20 @@ against plain decoding does not show a build that is wrong in itself; this does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engines.errors import UsageError
+from engines.errors import NumericError, UsageError
 from engines.evidence import HEAD_LOGITS, LOGITS, Evidence, Place, first_off
 from engines.whole_files import verify_whole
 from runtime.model_cache import content_key_of, evidence_of
-from runtime.sampling import SamplingParams
-from runtime.session import Session, make_sampler
+from runtime.session import Session
 from runtime.state_probe import ShowsState, probed, state_faults
 
 # The begin of a text, of which so many tokens are run: one by one, and as a prompt, in passes too long for the kernels
@@ -32,7 +33,6 @@ _ROWS = 4  # of the pass whose parts are taken back
 _NMSE_MAX = {"onnxruntime": 1e-9, "tensorrt": 1e-5}
 _NMSE_MAX_PROMPT = {"onnxruntime": 1e-9, "tensorrt": 1e-4}
 _NMSE_MAX_INT8 = 1e-3
-_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,25 @@ def diagnose(session: Session, model: Path, probe_state: bool = True) -> Diagnos
     evidence = evidence_of(model, tokens)
     if evidence.places[LOGITS].shape[1] != geometry.vocab_size:
         raise UsageError(f"{model}: the build in {session.folder} is of another model; give that one's .gguf")
-    rows = min(_ROWS, session.trunk.max_rows, session.context_size - 1)
-    faults = []
-    if probe_state and rows:
-        faults = [f"state: {fault}" for fault in state_faults(session.trunk, probed(tokens, rows), rows)]
     single = _places(evidence, _one_by_one(session, tokens), _NMSE_MAX[session.backend])
     prompt = _places(evidence.after_the_last(), _as_prompt(session, tokens), _NMSE_MAX_PROMPT[session.backend])
     off = first_off(single) or [f"of a prompt in {_PROMPT_PASSES} passes, {said}" for said in first_off(prompt)]
     if off and content_key_of(model) != session.manifest.content_key:
         off[0] += f"; or {model.name}: the build was made from another file"
+    rows = min(_ROWS, session.trunk.max_rows, session.context_size - 1)
+    faults = []
+    if probe_state and rows and all(math.isfinite(place.nmse) for place in (*single, *prompt)):
+        faults = [f"state: {fault}" for fault in state_faults(session.trunk, probed(tokens, rows), rows)]
     return Diagnosis((*faults, *off), (*single, *prompt))
+
+
+@contextlib.contextmanager
+def naming(diagnosis: Diagnosis | None) -> Iterator[None]:
+    """What ends in numbers that are none is told with what the build was found to be."""
+    try:
+        yield
+    except NumericError as error:
+        raise NumericError("; ".join([str(error), *(diagnosis.faults if diagnosis else ())])) from error
 
 
 def _places(evidence: Evidence, shown: Mapping[str, np.ndarray], limit: float) -> list[Place]:
@@ -97,7 +106,7 @@ def _one_by_one(session: Session, tokens: Sequence[int]) -> dict[str, np.ndarray
         trunk.commit(1)
         if head is not None:
             joined = head.join([before, hidden])
-            head.draft([token], joined[:1], 1)
+            head.prefill([token], joined[:1])
             of_head.append(np.array(head.logits))
             before = joined[1:]
     return _shown(session, logits, of_head)
@@ -121,8 +130,13 @@ def _as_prompt(session: Session, tokens: Sequence[int]) -> dict[str, np.ndarray]
 def _started(session: Session) -> tuple[Any, Any]:
     for engine in (session.trunk, session.draft):
         if engine is not None:
-            engine.start(make_sampler(_GREEDY))
+            engine.start(_any_token)
     return session.trunk, session.draft
+
+
+def _any_token(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """For passes whose choices are not looked at: their logits may be no numbers."""
+    return np.zeros(len(logits), np.int64)
 
 
 def _shown(session: Session, logits: list[np.ndarray], of_head: list[np.ndarray]) -> dict[str, np.ndarray]:

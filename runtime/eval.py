@@ -21,7 +21,7 @@ from engines.draft_head import draft_head_options
 from engines.errors import UsageError
 from engines.report_files import check_places, json_text, write_report
 from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
-from runtime.diagnosis import Diagnosis, diagnose
+from runtime.diagnosis import Diagnosis, diagnose, naming
 from runtime.evaluation.measure import LocalModel, Run, suspicious_head
 from runtime.evaluation.page import page
 from runtime.evaluation.prompts import Prompt, load_prompts
@@ -182,6 +182,14 @@ class _Evaluation:
             raise UsageError(f"no prompt fits the context: {self._left_out[0]}")
         for server, model in self._servers:  # as warm-up, which does not count
             server.run(self._prompts[asked[0][0]], 0, 0.0, model)
+        if self._local and self._options.against:
+            self.diagnosis = diagnose(self._local.session, self._options.against, probe_state=False)
+        with naming(self.diagnosis):
+            self._run_texts(asked)
+        if self.diagnosis and self._local:
+            self._local.failures += [f"build: {fault}" for fault in self.diagnosis.faults]
+
+    def _run_texts(self, asked: list[tuple[int, list[int]]]) -> None:
         if self._local:
             self._local.warm_up(asked[0][1])
         steps = [(temperature, *each) for temperature in self._options.temps for each in asked]
@@ -192,9 +200,6 @@ class _Evaluation:
             self.runs += [server.run(prompt, number, temperature, model) for server, model in self._servers]
         if self._local:
             self._local.failures += self._local.suspects(asked[0][1])
-            if self._options.against:
-                self.diagnosis = diagnose(self._local.session, self._options.against, probe_state=False)
-                self._local.failures += [f"build: {fault}" for fault in self.diagnosis.faults]
 
     def _encoded(self) -> list[tuple[int, list[int]]]:
         """(number, token ids) of the prompts that fit; no ids without a model."""

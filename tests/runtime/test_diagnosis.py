@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,6 +122,21 @@ def test_half_precision_where_rounding_is_as_coarse(tiny: Tiny, kind: str, clear
     # Nothing is there yet, or it needs no more bits: no sign of it.
     assert first_off(evidence.compared({**good, "blk.1.state": np.zeros_like(good["blk.1.state"])}, 1.0)) == []
     assert rounded_state("blk.1.state", np.ones(4), np.ones(4)) == ""
+
+
+def test_numbers_that_are_none(tiny: Tiny, tmp_path: Path) -> None:
+    """No text comes of such a build; where they begin is told all the same."""
+    model = build(GEOMETRIES["f32"])
+    model.tensors["blk.1.ffn_down.weight"][:] = 3e38
+    model.write(tmp_path / "altered.gguf")
+    export_model(tmp_path / "altered.gguf", tmp_path / "x")
+    begin = "blk.2.conv is not what the model's equations give (NaN or infinite); suspect what the delta net is given"
+    looked = run_main(inspect.main, tiny("f32"), "--gpu", "L4", "--build", tmp_path / "x", "--json")
+    found = json.loads(looked.out, parse_constant=pytest.fail)["build"]
+    assert looked.code == 1 and found["faults"][0].startswith(begin) and found["worst_nmse"] is None
+    for main, more in ((check.main, ("--n-prompts", 1, "-n", 4)), (eval.main, ("--per-category", 1, "-n", 4, "--raw"))):
+        run_main(main, tmp_path / "x", *more, "--threads", 1).refused(5, "so no token can be chosen")
+        run_main(main, tmp_path / "x", *more, "--threads", 1, "--against", tiny("f32")).refused(5, "no token", begin)
 
 
 def test_rounding_adds_up_from_layer_to_layer() -> None:
