@@ -127,8 +127,8 @@ def measure(
     if name == "logits":
         kl = kl_divergence(want, got)
         ordered = np.sort(want, axis=-1)
-        clear = ordered[:, -1] - ordered[:, -2] > np.abs(got - want).max(axis=-1)
-        agree = (got.argmax(axis=-1) == want.argmax(axis=-1)) | ~clear
+        close = ordered[:, -1] - ordered[:, -2] <= np.abs(got - want).max(axis=-1)  # not so for a NaN
+        agree = (got.argmax(axis=-1) == want.argmax(axis=-1)) | close
         more = {"kl_mean": float(kl.mean()), "kl_max": float(kl.max()), "top1": float(agree.mean())}
         ok = ok and more["kl_mean"] <= tolerance.kl_mean and more["top1"] >= tolerance.top1
     return Measure(name, got.shape, max_abs, nmse, channel, worst, local, ok, rounded=rounded, parts=parts, **more)

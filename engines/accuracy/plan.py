@@ -20,6 +20,7 @@ from engines.given_files import read_bytes, reason
 from engines.manifest import MOST_BYTES, Geometry, Manifest, load_manifest
 
 PLAN_NAME = "plan.json"
+FORMAT = 2  # of plan.json, and of what the passes are given: 2: pools of one state and steps from it
 CANONICAL, LOWERED = "canonical", "lowered"
 ROLES = ("trunk", "draft")
 _CACHE_STEP = 256
@@ -45,14 +46,17 @@ class Plan:
         return {"P": pool_size(geometry, self.max_rows), "L": self.context}
 
     def save(self, folder: Path) -> None:
-        (folder / PLAN_NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        (folder / PLAN_NAME).write_text(json.dumps({"format": FORMAT, **asdict(self)}), encoding="utf-8")
 
 
 def load_plan(folder: Path) -> tuple[Plan, Manifest]:
     """Of a folder that was prepared. Raises EngineError."""
     try:
-        plan = Plan(**json.loads(read_bytes(folder / PLAN_NAME, MOST_BYTES).decode()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raw = json.loads(read_bytes(folder / PLAN_NAME, MOST_BYTES).decode())
+        if (found := raw.pop("format", None)) != FORMAT:
+            raise ValueError(f"format {found}, wanted {FORMAT}")
+        plan = Plan(**raw)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(
             f"{folder}: not prepared ({reason(error)}); run `python -m engines.accuracy MODEL.gguf -o DIR`"
         ) from None

@@ -198,6 +198,30 @@ def test_bytes_that_only_the_equations_read(tiny: Tiny, prepared: Path, tmp_path
     assert ran.code == 4 and "model.gguf: its content is not what was exported" in ran.err
 
 
+def test_numbers_that_are_none(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention = semantics.OPS[ops.GATED_ATTENTION.name]
+
+    def broken(inputs: list[np.ndarray], at: semantics.Attributes) -> list[np.ndarray]:
+        rows, cache = attention(inputs, at)
+        return [rows * np.nan, cache]
+
+    monkeypatch.setitem(semantics.OPS, ops.GATED_ATTENTION.name, broken)
+    code, shown = run([str(prepared), "--backend", "oracle", "--json", str(tmp_path / "r.json")], capsys)
+    assert code == accuracy.EXIT_FAILED and "FAILED: first off at blk.3/attention" in shown
+    found = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    logits = next(each for each in found["passes"][0]["places"] if each["name"] == "logits")
+    assert (logits["kl_mean"], logits["top1"], logits["ok"]) == (None, 0.0, False)
+
+
+def test_a_folder_of_an_older_form(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path / "x", ignore=shutil.ignore_patterns("canonical"))
+    plan = json.loads((prepared / "plan.json").read_text())
+    (tmp_path / "x" / "plan.json").write_text(json.dumps({**plan, "format": 1}))
+    run_main(accuracy.main, tmp_path / "x").refused(4, "not prepared (format 1, wanted 2); run `python -m engines.acc")
+
+
 def test_what_passes_grows_with_depth() -> None:
     later = SHORT.after(64)
     assert SHORT.after(1) == SHORT and (later.nmse, later.top1) == (64 * SHORT.nmse, SHORT.top1)
