@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.engine_manifest import load_engine_manifest
+from engines.engine_manifest import load_engine_manifest, step_size
 from engines.errors import NumericError, UsageError
 from runtime.cuda import PinnedBuffer
 from runtime.sampling import SamplingParams
@@ -130,3 +130,29 @@ def test_a_state_that_is_no_number(opened: Open, name: str, params: SamplingPara
     with pytest.raises(NumericError, match=f"position {len(ids) + 1}"):
         trunk.verify([1])
     assert_same_bits(engines.prefill(ids, GREEDY), want, "hidden afterwards")
+
+
+@pytest.mark.parametrize("name", ["trained", WIDE])
+def test_a_step_that_is_no_number(opened: Open, name: str) -> None:
+    """Of tokens that were taken back it does nothing; of one that was kept, not a token comes."""
+    engines = opened(name)
+    trunk, geometry, ids = engines.trunk, engines.manifest.geometry, token_ids(engines.vocab_size, 20, seed=3)
+    heads, dim, stream = geometry.gdn_v_heads, geometry.gdn_head_dim, trunk._shared.stream
+    pool = next(trunk.memory.states[each] for each in trunk.memory.states if each.endswith(".pool"))
+    poison = PinnedBuffer(4 * (trunk.memory.num_slots - 1) * step_size(heads, dim))
+    poison.array[:] = 0xFF
+
+    def after(kept: int, poisoned: bool) -> np.ndarray:
+        trunk.start(GREEDY)
+        trunk.prefill(ids)
+        trunk.verify([1, 2, 3])
+        trunk.commit(kept)
+        if poisoned:
+            stream.to_device(pool.address + 4 * heads * dim**2, poison, poison.nbytes)
+        trunk.verify([4])
+        return trunk.logits
+
+    assert_same_bits(after(1, poisoned=True), after(1, poisoned=False), "logits without the steps")
+    for kept in (2, 3):
+        with pytest.raises(NumericError, match=f"position {len(ids) + kept + 1}"):
+            after(kept, poisoned=True)

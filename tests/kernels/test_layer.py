@@ -107,6 +107,21 @@ def test_a_call_from_any_slot_equals_one_that_never_saw_the_rejected_tokens(
         assert all(np.array_equal(a, b) for a, b in zip(layer.net.slots(t), wanted, strict=True)), kept
 
 
+@pytest.mark.parametrize("t", [1, 3, 8])
+def test_a_short_call_from_a_slot_of_a_long_one(rng: np.random.Generator, t: int) -> None:
+    """More steps lead there than the persistent kernel fetches at once."""
+    layer = RandomLayer(rng, replace(SMALL, net=NetShape(8, 16, 128, slots=20)), repeat=2)
+    x, after = inputs(rng, 20, SMALL.d), inputs(rng, t, SMALL.d)
+    for kept in (7, 8, 14, 19):
+        layer.run(x, -1)
+        layer.net.settle(kept)
+        want = layer.run(after, 0)
+        wanted = layer.net.slots(t)
+        layer.run(x, -1)
+        assert np.array_equal(layer.run(after, kept), want), kept
+        assert all(np.array_equal(a, b) for a, b in zip(layer.net.slots(t), wanted, strict=True)), kept
+
+
 @pytest.mark.parametrize("flags", [PDL, PDL | SEPARATE])
 def test_kernels_go_on_from_what_each_other_left(rng: np.random.Generator, flags: int) -> None:
     """The persistent kernel and the single ones agree about what a slot means."""
