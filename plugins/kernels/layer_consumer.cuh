@@ -136,6 +136,12 @@ struct Consumer {
             send(to + 8 * ((lane >> 2) + 4 * (lane & 3)), make_float2(y[0][0][0], y[1][0][0]), barrier);
         if (lane < TOKENS) send(way + smem_address(&s.squares[buffer][lane][own]), squares(k)[lane], barrier);
     }
+    // After the last product: until the adders of both blocks have all there is. What they say of it comes to this block's
+    // memory, which is someone else's when the block has ended.
+    __device__ __forceinline__ void await_adders() {
+        for (const int end = pairs + kBUFFERS<TOKENS>; pairs < end; ++pairs)
+            mbarrier_wait(s.taken[tile] + pairs % kBUFFERS<TOKENS>, (pairs / kBUFFERS<TOKENS> & 1) ^ 1);
+    }
 
     // One token, or more than four.
     template <int TYPE>

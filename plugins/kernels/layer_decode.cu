@@ -57,6 +57,7 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
             if constexpr (!kSPLIT<TOKENS>) c.meet();
         }
     }
+    if constexpr (kSPLIT<TOKENS>) c.await_adders();
 }
 
 template <int TOKENS>
@@ -103,7 +104,6 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
         more_registers<kCONSUMER_REGISTERS<TOKENS>>();
         multiply_all<TOKENS>(p, s, ring, scratch, warp, lane, rank);
     }
-    if (kSPLIT<TOKENS>) sync_cluster();  // the other block's adders arrive here
 #endif
 }
 
@@ -163,7 +163,7 @@ bool takes(const NextnLayerMatrix& m, int k, int most) {
 
 cudaError_t layer_blocks(const DeviceLimits& limits, int* blocks) {
     *blocks = 0;
-    if (limits.capability < 90) return cudaSuccess;
+    if (limits.capability < 90 || limits.smem_per_block < 220 * 1024) return cudaSuccess;
     const auto kernel = layer_kernel<1>;
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits.smem_per_block);
     if (e != cudaSuccess) return e;
@@ -185,8 +185,8 @@ cudaError_t layer_blocks(const DeviceLimits& limits, int* blocks) {
 LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits, int blocks) {
     const int mixer =
         has_attention(p) ? p.attention.heads * p.attention.head_dim : p.delta_net.v_heads * p.delta_net.head_dim;
-    if (p.t > NEXTN_MAX_DECODE_T || limits.capability < 90 || limits.smem_per_block < 220 * 1024 ||
-        (p.flags & NEXTN_LAYER_SEPARATE) || p.d < kMAX_SUPERS / 2 * kSUPER || !takes(p.output, mixer, kMAX_SUPERS) ||
+    if (p.t > NEXTN_MAX_DECODE_T || limits.capability < 90 || blocks == 0 || (p.flags & NEXTN_LAYER_SEPARATE) ||
+        p.d < kMAX_SUPERS / 2 * kSUPER || !takes(p.output, mixer, kMAX_SUPERS) ||
         !takes(p.gate, p.d, kMAX_SUPERS) || !takes(p.down, p.gate.n, kMAX_SUPERS * kMAX_DOWN_CHUNKS))
         return LayerFusion::kNONE;
     const NextnGatedDeltaNet& g = p.delta_net;
