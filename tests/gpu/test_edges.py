@@ -144,7 +144,7 @@ def test_a_step_that_is_no_number(opened: Open, name: str) -> None:
 
     def after(kept: int, poisoned: bool) -> np.ndarray:
         trunk.start(GREEDY)
-        trunk.prefill(ids)
+        trunk.prefill(ids.tolist())
         trunk.verify([1, 2, 3])
         trunk.commit(kept)
         if poisoned:
