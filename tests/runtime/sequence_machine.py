@@ -345,7 +345,7 @@ def _prompts(draw: st.DrawFn, known: list[list[int]], vocab: int, context: int) 
     if kind == "known" and known:
         earlier = draw(st.sampled_from(known))
         cut = draw(st.sampled_from([0, 0, 1]) | st.integers(0, len(earlier) - 1))  # mostly where its state was kept
-        return [*earlier[: len(earlier) - cut], *draw(st.sampled_from([[], tail]))][:context]
+        return [*earlier[: max(1, len(earlier) - cut)], *draw(st.sampled_from([[], tail]))][:context]
     if kind == "long":
         length = context - draw(st.integers(0, MOST_TEXT))
         return (tail * -(-length // len(tail)))[:length]
