@@ -12,7 +12,7 @@ import numpy as np
 from engines.accuracy import int8_rows, state_slots
 from engines.accuracy.graphs import JOINED
 from engines.accuracy.plan import Plan
-from engines.evidence import ROUNDING_NMSE, layers_so_far, rounded_state
+from engines.evidence import ROUNDING_MOST, ROUNDING_NMSE, layers_so_far, rounded_state
 from engines.manifest import Geometry
 
 # Order within a block; what a plugin node makes is named after the last canonical node that it stands for.
@@ -49,9 +49,9 @@ class Tolerance:
         grown = {
             name: max(base, min(base * layers, most))
             for name, base, most in (
-                ("nmse", self.nmse, ROUNDING_NMSE),
+                ("nmse", self.nmse, ROUNDING_MOST),
                 ("channel", self.channel, _CHANNEL_MOST),
-                ("kl_mean", self.kl_mean, ROUNDING_NMSE),
+                ("kl_mean", self.kl_mean, ROUNDING_MOST),
             )
         }
         return Tolerance(**grown, top1=self.top1)

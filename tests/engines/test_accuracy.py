@@ -225,8 +225,8 @@ def test_a_folder_of_an_older_form(prepared: Path, tmp_path: Path) -> None:
 def test_what_passes_grows_with_depth() -> None:
     later = SHORT.after(64)
     assert SHORT.after(1) == SHORT and (later.nmse, later.top1) == (64 * SHORT.nmse, SHORT.top1)
-    assert LONG.after(64).nmse == 1e-3 and LONG.after(64).channel == 3e-2  # faults come to more
-    assert INT8_CACHE.after(1) == INT8_CACHE and INT8_CACHE.after(64).nmse == 1e-3
+    assert LONG.after(640).nmse == 5e-3 and LONG.after(64).channel == 3e-2  # faults come to more
+    assert INT8_CACHE.after(1) == INT8_CACHE and INT8_CACHE.after(64).nmse == 5e-3
 
 
 def test_half_precision_within_what_kernels_round() -> None:
