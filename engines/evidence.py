@@ -12,7 +12,7 @@ LOGITS, HEAD_LOGITS = "logits", "head logits"
 # A state that is rounded to half precision is off by less (bfloat16, one pass: 2e-6 of its energy), heads in another
 # order by about 1.
 ROUNDING_NMSE = 1e-3
-# What rounding may come to after any number of layers: of 64 it has come to 4e-4; the least of the usual faults to 1.6e-2.
+# What rounding may come to after any number of layers: 4e-4 after 64; the least of the usual faults came to 1.6e-2.
 ROUNDING_MOST = 5e-3
 # An explanation is one if the place is so much nearer to it.
 _EXPLAINED = 1e-2
