@@ -19,7 +19,7 @@ struct Consumer {
     Slot* slots;
     uint32_t ring, barriers;  // addresses of the ring and of its `full`
     uint32_t way;             // to the block whose sums this warp has
-    int lane, rank;
+    int warp, lane, rank;
     int tile;   // of a stage; two warps have a superblock, each of its tile
     int place;  // among the superblocks that a block has of a chunk
     int own;    // superblock of each chunk that is this warp's
@@ -42,7 +42,7 @@ struct Consumer {
         const Phase& f = p.phase[k];
         if (kSPLIT) own = rank ? f.width + place : place < f.width ? place : kHALF + place;
         if constexpr (kONE || !kSPLIT) {
-            const int unit = kONE ? own : first_unit();
+            const int unit = kONE ? own : first_unit(warp);
             norm[0] = norm[1] = float4{};  // frees their registers until here
             if (p.source[k].norm && unit < f.supers * p.t && tile == 0)
                 load_norm(p.source[k], unit % f.supers, lane, norm);
@@ -175,7 +175,7 @@ struct Consumer {
             if constexpr (kSPLIT) {
                 hand_over(k, y, lane);
             } else {
-                const int warp = threadIdx.x / 32, place = (warp - turn) & (kWARPS - 1);
+                const int place = (warp - turn) & (kWARPS - 1);
                 turn += ((!g.second && count == 2 ? 2 : 1) * kTILE_ROWS * p.t + 31) / 32;
                 store_results<TOKENS, NT>(p, s, s.partial[pairs & 1], f, g, u, count, own, place, lane, y);
             }
@@ -257,11 +257,11 @@ struct Consumer {
     }
     // More than four tokens.
     __device__ __forceinline__ void prepare_together(int k) {
-        const int supers = p.phase[k].supers, warp = threadIdx.x / 32;
-        quantize_together<NT>(p, k, lane, norm);
+        const int supers = p.phase[k].supers;
+        quantize_together<NT>(p, p.source[k], supers, warp, lane, norm);
         trace(p, 5 * k + 3);
         meet();
-        if (lane == 0) mbarrier_arrive(s.read + k);
+        if (k == p.first && lane == 0) mbarrier_arrive(s.read + k);
         x = Operand{};  // frees its registers until here
         if (p.phase[k].chunks == 1) x.load(p.operands, min(own, supers - 1), lane);
         if (warp < TOKENS) find_factor(p, s, k, warp, lane);

@@ -24,6 +24,7 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
     using Consumer = nextn::Consumer<TOKENS>;
     trace(p, 0);
     Consumer c = {p, s, reinterpret_cast<typename Consumer::Slot*>(scratch), smem_address(ring), smem_address(s.full)};
+    c.warp = warp;
     c.lane = lane;
     c.rank = rank;
     c.ring = keep(c.ring);

@@ -9,13 +9,15 @@
 namespace nextn {
 
 // A warp has a superblock of a token; its first one is this.
-__device__ __forceinline__ int first_unit() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
+__device__ __forceinline__ int first_unit(int warp) {
+    return warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+}
 
 // norm: of the first superblock.
 template <int NT>
-__device__ __forceinline__ void quantize_together(const LayerParams& p, int k, int lane, float4 (&norm)[2]) {
-    const RowSource& s = p.source[k];
-    const int first = first_unit(), supers = p.phase[k].supers;
+__device__ __forceinline__ void quantize_together(const LayerParams& p, const RowSource& s, int supers, int warp,
+                                                  int lane, float4 (&norm)[2]) {
+    const int first = first_unit(warp);
 #pragma unroll 1
     for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
         const int superblock = i % supers, token = i / supers;
@@ -57,17 +59,25 @@ __device__ __forceinline__ void store_results(const LayerParams& p, const LayerS
 #pragma unroll
         for (int h = 0; h < 2; ++h) mine[i * kGroupTokens * kTILE_ROWS + 8 * h] = y[i / NT][i % NT][h];
     const bool two = !g.second && count == 2;
-    const int e = place * 32 + lane, row = e & (kTILE_ROWS - 1), i = two ? (e >> 4) & 1 : 0, token = e >> (two ? 5 : 4);
-    const int n = (u + i * static_cast<int>(gridDim.x)) * kTILE_ROWS + row;
-    const int64_t at = token * f.ldy + n;
-    const bool stored = token < p.t && n < g.n;
+    const bool works = place * 32 < (two ? 2 : 1) * kTILE_ROWS * p.t;
+    int64_t at = 0;
+    int from = 0, token = 0;
+    bool stored = false;
     float residual = 0.0f;
-    if (f.residual && stored) residual = __ldcg(f.residual + at);
+    if (works) {
+        const int e = place * 32 + lane, row = e & (kTILE_ROWS - 1), i = two ? (e >> 4) & 1 : 0;
+        const int n = (u + i * static_cast<int>(gridDim.x)) * kTILE_ROWS + row;
+        token = e >> (two ? 5 : 4);
+        from = i * kTILE + token * kTILE_ROWS + row;
+        at = token * f.ldy + n;
+        stored = token < p.t && n < g.n;
+        if (f.residual && stored) residual = __ldcg(f.residual + at);
+    }
     // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after it has read
     // this one's sums.
     consumers_sync();
-    if (!stored) return;
-    partial += i * kTILE + token * kTILE_ROWS + row;
+    if (!works || !stored) return;
+    partial += from;
     float sum = __fmul_rn(sum_of<kWARP, kWARPS>(partial), s.factor[token]);
     if (g.second) sum = swiglu(sum, __fmul_rn(sum_of<kWARP, kWARPS>(partial + kTILE), s.factor[token]));
     g.y[at] = f.residual ? __fadd_rn(residual, sum) : sum;
