@@ -1,5 +1,5 @@
-// Two blocks of the persistent layer kernel, a cluster: each has half of every row of the tiles of both, and sums go to the
-// block whose tile they are of.
+// Two blocks of the persistent layer kernel, a cluster: each has half of every row of the tiles of both, and sums go to
+// the block whose tile they are of.
 #pragma once
 #include "ptx.cuh"
 
@@ -57,7 +57,8 @@ __device__ __forceinline__ void arrive_in_cluster([[maybe_unused]] uint32_t barr
 }
 __device__ __forceinline__ void arrive_expecting([[maybe_unused]] uint64_t* barrier, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+                 : "memory");
 #endif
 }
 }  // namespace nextn

@@ -36,8 +36,8 @@ struct Consumer {
 
     __device__ __forceinline__ float (&squares(int k))[TOKENS] { return s.own_squares[k & 1][place]; }
 
-    // Before anything of product k. Places of a chunk that are nobody's superblock have sums of zero, by whoever has a warp
-    // to spare.
+    // Before anything of product k. Places of a chunk that are nobody's superblock have sums of zero, by whoever has a
+    // warp to spare.
     __device__ __forceinline__ void begin(int k) {
         const Phase& f = p.phase[k];
         if (kSPLIT) own = rank ? f.width + place : place < f.width ? place : kHALF + place;
@@ -51,8 +51,8 @@ struct Consumer {
 
     // One token: where this warp's superblock of a chunk is. A warp may still read those of the product before.
     __device__ __forceinline__ TokenSlot& slot_of(int k, int chunk) { return slots[((k & 1) + chunk) * kHALF + place]; }
-    // The superblocks of the first two chunks, one for each of the two warps. Later ones have their turn when their tiles
-    // have.
+    // The superblocks of the first two chunks, one for each of the two warps. Later ones have their turn when their
+    // tiles have.
     __device__ __forceinline__ void quantize_own(int k) {
         if (tile == 0)
             quantize_first(k);
@@ -136,8 +136,8 @@ struct Consumer {
             send(to + 8 * ((lane >> 2) + 4 * (lane & 3)), make_float2(y[0][0][0], y[1][0][0]), barrier);
         if (lane < TOKENS) send(way + smem_address(&s.squares[buffer][lane][own]), squares(k)[lane], barrier);
     }
-    // After the last product: until the adders of both blocks have all there is. What they say of it comes to this block's
-    // memory, which is someone else's when the block has ended.
+    // After the last product: until the adders of both blocks have all there is. What they say of it comes to this
+    // block's memory, which is someone else's when the block has ended.
     __device__ __forceinline__ void await_adders() {
         for (const int end = pairs + kBUFFERS<TOKENS>; pairs < end; ++pairs)
             mbarrier_wait(s.taken[tile] + pairs % kBUFFERS<TOKENS>, (pairs / kBUFFERS<TOKENS> & 1) ^ 1);

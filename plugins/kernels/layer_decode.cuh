@@ -3,8 +3,8 @@
 //   block = 16 consumer warps + 4 helpers, one block a multiprocessor. One helper knows all weights beforehand and runs
 //   ahead through them, so memory stays busy while the consumers wait for each other:
 //   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh), and two blocks share tiles
-//                      (layer_cluster.cuh): of every chunk of 16 superblocks one has the first half, the other the rest,
-//                      and a consumer warp has one of these superblocks of one of two tiles
+//                      (layer_cluster.cuh): of every chunk of 16 superblocks one has the first half, the other the
+//                      rest, and a consumer warp has one of these superblocks of one of two tiles
 //   more               phases separated by grid barriers (layer_eight.cuh); a consumer warp has one superblock of each
 //                      chunk of every tile
 // Every choice that fixes the order of a sum follows from the layer, never from t.

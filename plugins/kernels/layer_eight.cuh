@@ -1,6 +1,6 @@
-// What the persistent layer kernel does otherwise for more than four tokens: all blocks quantise a product's rows together,
-// and meet before they load them as operands and after the product. A block has whole rows of its tiles, and its consumer
-// warps add up their sums.
+// What the persistent layer kernel does otherwise for more than four tokens: all blocks quantise a product's rows
+// together, and meet before they load them as operands and after the product. A block has whole rows of its tiles, and
+// its consumer warps add up their sums.
 #pragma once
 #include "layer_rows.cuh"
 #include "layer_shared.cuh"
@@ -49,9 +49,9 @@ __device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TO
 // Of a pair of tiles from u on, an output a thread. Warps take turns, so that none falls behind; place: this one's.
 // partial: [superblock's place][tile][token][row], this warp's sums not in it yet.
 template <int TOKENS, int NT>
-__device__ __forceinline__ void store_results(const LayerParams& p, const LayerShared<TOKENS>& s, float* partial, const Phase& f,
-                                              const Segment& g, int u, int count, int own, int place, int lane,
-                                              const float (&y)[kPAIR][NT][2]) {
+__device__ __forceinline__ void store_results(const LayerParams& p, const LayerShared<TOKENS>& s, float* partial,
+                                              const Phase& f, const Segment& g, int u, int count, int own, int place,
+                                              int lane, const float (&y)[kPAIR][NT][2]) {
     constexpr int kWARP = kWARP_FLOATS<TOKENS>, kTILE = kWARP / kPAIR;
     float* mine = partial + own * kWARP + (lane & 3) * kTILE_ROWS + (lane >> 2);
 #pragma unroll
@@ -73,8 +73,8 @@ __device__ __forceinline__ void store_results(const LayerParams& p, const LayerS
         stored = token < p.t && n < g.n;
         if (f.residual && stored) residual = __ldcg(f.residual + at);
     }
-    // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after it has read
-    // this one's sums.
+    // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after it has
+    // read this one's sums.
     consumers_sync();
     if (!works || !stored) return;
     partial += from;

@@ -1,5 +1,5 @@
-// The warps of the persistent layer kernel that do not multiply: one brings weights; three clear what the blocks pass to
-// each other where rows flow, of which one fetches old windows and two then add up the consumers' partial sums.
+// The warps of the persistent layer kernel that do not multiply: one brings weights; three clear what the blocks pass
+// to each other where rows flow, of which one fetches old windows and two then add up the consumers' partial sums.
 #pragma once
 #include "layer_consumer.cuh"
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ void for_each_pair(const LayerParams& p, int rank, co
 // Stages under way at most, about what the memory needs to be busy: with more, everything else that the block reads or
 // writes queues up behind them.
 constexpr int kIN_FLIGHT = 2;
-// Stages of a product that are brought before the block has read its rows, one less than there are at most: more would keep
-// these from coming.
+// Stages of a product that are brought before the block has read its rows, one less than there are at most: more would
+// keep these from coming.
 constexpr int kEARLY = 3;
 
 // Several tokens' rows have the way to themselves.
@@ -51,7 +51,8 @@ __device__ __forceinline__ void bring_weights(const LayerParams& p, LayerShared<
                     product = k;
                     early = 0;
                 }
-                if (kSPLIT<TOKENS> && k != p.first && early++ == min(kEARLY, p.stages - 1)) mbarrier_wait(s.read + k, 0);
+                if (kSPLIT<TOKENS> && k != p.first && early++ == min(kEARLY, p.stages - 1))
+                    mbarrier_wait(s.read + k, 0);
                 if (issued++ >= kIN_FLIGHT) {
                     mbarrier_wait(s.full + landed.stage, landed.phase);
                     landed.next(p.stages);
@@ -70,8 +71,8 @@ __device__ __forceinline__ void bring_weights(const LayerParams& p, LayerShared<
     });
 }
 
-// Results from the sums over the warps of both blocks of a pair of tiles, or of gate and up. Adders take one token's pairs
-// in turns, of which a lane sums half of the superblocks of a row; of more tokens each has half the rows.
+// Results from the sums over the warps of both blocks of a pair of tiles, or of gate and up. Adders take one token's
+// pairs in turns, of which a lane sums half of the superblocks of a row; of more tokens each has half the rows.
 template <int TOKENS>
 struct Adder {
     static constexpr bool ONE = TOKENS == 1;
@@ -154,8 +155,8 @@ struct Adder {
 };
 
 // What must be done before the first product's results can be used. Old windows, which blocks share, have been read by
-// all before any of them is overwritten: where rows do not flow the grid barrier sees to that. Where they do, the memory is
-// clear (see layer_flow.cuh). One of kCLEANERS warps.
+// all before any of them is overwritten: where rows do not flow the grid barrier sees to that. Where they do, the
+// memory is clear (see layer_flow.cuh). One of kCLEANERS warps.
 template <int TOKENS>
 __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShared<TOKENS>& s, int cleaner, int lane) {
     constexpr bool FLOWS = kSPLIT<TOKENS>;

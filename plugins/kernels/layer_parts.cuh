@@ -16,8 +16,8 @@ struct LayerWorkspace {
 };
 LayerWorkspace layer_workspace(void* base, const NextnLayer& layer);
 
-// Blocks of the persistent kernel: as many as run at once, in clusters of which each block has a multiprocessor. 0 where
-// it does not run at all.
+// Blocks of the persistent kernel: as many as run at once, in clusters of which each block has a multiprocessor. 0
+// where it does not run at all.
 cudaError_t layer_blocks(const DeviceLimits& limits, int* blocks);
 // What the persistent kernel takes of a layer. Does not depend on t within 1..8.
 enum class LayerFusion { kNONE, kAFTER_MIXER, kAROUND_MIXER, kWHOLE };

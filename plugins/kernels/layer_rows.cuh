@@ -85,8 +85,8 @@ __device__ __forceinline__ void await_values(const float* x, float4 (&v)[2]) {
 __device__ __forceinline__ const float* last_value(const RowSource& s, int token, int superblock) {
     return s.x + token * s.ldx + superblock * kSUPER + kSUPER - 1;
 }
-// Values of a lane, when they are there; they are for the first product. Times the norm's weights and the head's factor.
-// Returns the sum of x^2. read: who waits for them, or null.
+// Values of a lane, when they are there; they are for the first product. Times the norm's weights and the head's
+// factor. Returns the sum of x^2. read: who waits for them, or null.
 __device__ __forceinline__ float take_values(const LayerParams& p, int k, int token, int superblock, int lane,
                                              const float4 (&norm)[2], uint64_t* read, float4 (&v)[2]) {
     const RowSource& from = p.source[k];

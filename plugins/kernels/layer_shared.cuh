@@ -4,8 +4,8 @@
 
 namespace nextn {
 
-// TOKENS: the most that a kernel takes, 1, 4 or 8. With up to four, two blocks share tiles (layer_cluster.cuh); with more
-// all blocks share what they quantise (layer_eight.cuh).
+// TOKENS: the most that a kernel takes, 1, 4 or 8. With up to four, two blocks share tiles (layer_cluster.cuh); with
+// more all blocks share what they quantise (layer_eight.cuh).
 template <int TOKENS>
 constexpr bool kSPLIT = TOKENS <= kGroupTokens;
 template <int TOKENS>
@@ -14,9 +14,8 @@ constexpr int kSTAGE_ROWS = (kSPLIT<TOKENS> ? kCLUSTER : 1) * kTILE_ROWS;
 template <int TOKENS>
 constexpr int kGROUPS = ceil_div(TOKENS, kGroupTokens);
 
-// Sums of one warp of a pair of tiles: of one token [row][tile], of up to four [lane][half of the rows][tile], the lane as
-// the tensor cores have it, 4 * row + token; of more see store_results.
-// partial: [buffer][superblock's place].
+// Sums of one warp of a pair of tiles: of one token [row][tile], of up to four [lane][half of the rows][tile], the lane
+// as the tensor cores have it, 4 * row + token; of more see store_results. partial: [buffer][superblock's place].
 template <int TOKENS>
 constexpr int kWARP_FLOATS = kPAIR * TOKENS * kTILE_ROWS;
 template <int TOKENS>

@@ -19,8 +19,8 @@ struct ReadingSigns {
     int* reading;
 };
 
-// Values of a superblock of two tokens of a group, 16 a lane: v[0] at 64 * part + 4 * q, the others 16 further each. Lane:
-// 16 * (second token) + 4 * part + q.
+// Values of a superblock of two tokens of a group, 16 a lane: v[0] at 64 * part + 4 * q, the others 16 further each.
+// Lane: 16 * (second token) + 4 * part + q.
 struct HalfOfTokens {
     float4 v[4];
     float sum;  // of x^2 over the superblock, where rows are normed
@@ -98,8 +98,8 @@ __device__ __forceinline__ bool any_absent(const HalfOfTokens& x) {
     return __any_sync(~0u, absent(x.v[0]) || absent(x.v[1]) || absent(x.v[2]) || absent(x.v[3]));
 }
 
-// A superblock of two tokens when they are there; they are for the first product. Times the norm's weights and the head's
-// factor. requested: x was, and may be there.
+// A superblock of two tokens when they are there; they are for the first product. Times the norm's weights and the
+// head's factor. requested: x was, and may be there.
 __device__ __forceinline__ void take_tokens(const LayerParams& p, int k, int half, int superblock, int lane,
                                             const ReadingSigns& signs, bool requested, HalfOfTokens& x) {
     const RowSource& s = p.source[k];

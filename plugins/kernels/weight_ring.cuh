@@ -1,5 +1,5 @@
-// The weight ring of the persistent layer kernel: one producer warp, 16 consumer warps, a stage is a tile of 16 rows, up to 16
-// superblocks of each, or two tiles of half of them, one bulk copy per row.
+// The weight ring of the persistent layer kernel: one producer warp, 16 consumer warps, a stage is a tile of 16 rows,
+// up to 16 superblocks of each, or two tiles of half of them, one bulk copy per row.
 #pragma once
 #include "few_tokens.cuh"
 #include "layer_cluster.cuh"
@@ -8,8 +8,8 @@ namespace nextn {
 
 constexpr int kTILE_ROWS = 16, kPAIR = 2, kWARPS = 16, kMAX_STAGES = 8;
 
-// A matrix of a product, or gate and up in turns (`second`). Tiles go round the blocks; the first one is block `shift`'s, an
-// even number, so that the matrices of one product load all blocks evenly.
+// A matrix of a product, or gate and up in turns (`second`). Tiles go round the blocks; the first one is block
+// `shift`'s, an even number, so that the matrices of one product load all blocks evenly.
 struct Segment {
     const uint8_t *weight, *second;
     float* y;
@@ -50,8 +50,8 @@ __device__ __forceinline__ int first_tile(const Segment& s, int block) {
     return block >= s.shift ? block - s.shift : block - s.shift + static_cast<int>(gridDim.x);
 }
 
-// What of a chunk of a row block `rank` of a cluster brings: the bytes from `from` on, whole 16-byte pieces. Half a row of
-// Q6_K may begin within such a piece, which both bring then.
+// What of a chunk of a row block `rank` of a cluster brings: the bytes from `from` on, whole 16-byte pieces. Half a row
+// of Q6_K may begin within such a piece, which both bring then.
 struct RowPart {
     int from, bytes;
 };
@@ -71,14 +71,14 @@ __device__ __forceinline__ void produce_rows(const uint8_t* from, int pitch, int
     if (bytes == 0) return;
 #pragma unroll 4
     for (int r = 0; r < rows; ++r, to += stride, from += pitch)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                     "l"(from), "r"(bytes), "r"(smem_address(full))
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     ::"r"(to), "l"(from), "r"(bytes), "r"(smem_address(full))
                      : "memory");
 #endif
 }
 
-// y += one superblock of rows g and g + 8 times the tokens.  r: address of that of row g. odd: of Q6_K, 210 bytes, every
-// other superblock, aligned to 2 only; up to four tokens' operand is shifted then (see few_tokens.cuh).
+// y += one superblock of rows g and g + 8 times the tokens.  r: address of that of row g. odd: of Q6_K, 210 bytes,
+// every other superblock, aligned to 2 only; up to four tokens' operand is shifted then (see few_tokens.cuh).
 template <int TYPE, int NT>
 __device__ __forceinline__ void dot_super(uint32_t r, int stride8, bool odd,
                                           const TokenOperand<kANY_KQUANT, NT>& x, float (&y)[NT][2], int q) {
