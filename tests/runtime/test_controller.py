@@ -192,7 +192,7 @@ def test_first_calls_are_slow_everywhere() -> None:
 def test_a_profile_that_is_wrong_is_corrected() -> None:
     """Rows that seemed free cost nearly a plain step each, as where tokens are chosen on the host."""
     runs = accepted_runs(CONSTANT["0.6"], 1000, 0)
-    truth, told = linear(0.8, 0.1), GPUS["aim, cut head"]
+    truth, told = linear(0.8, 0.1), GPUS["measured, cut head"]
     controller = AdaptiveDraft(3, told.profile(3))
     assert simulate(controller, truth, runs).cost < 1.15 * len(runs)
     again = simulate(controller, truth, runs)
@@ -213,7 +213,7 @@ def test_depth_follows_what_a_row_costs() -> None:
 @pytest.mark.parametrize("limit", [0, 1, 2, 7])
 @pytest.mark.parametrize("profiled", [False, True])
 def test_the_limit_holds_in_every_round(limit: int, profiled: bool) -> None:
-    machine = GPUS["aim, cut head"]
+    machine = GPUS["measured, cut head"]
     controller = AdaptiveDraft(3, machine.profile(3) if profiled else None)
     outcome = simulate(controller, machine, accepted_runs(CONSTANT["0.9"], 200, 0), limit=limit)
     assert min(outcome.used) >= 0 and max(outcome.used) <= min(limit, 3)
