@@ -222,6 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = build_parser().parse_args(arguments)
         check_numbers(given)
+        if given.context == CONTEXT_AUTO and given.gpu_memory is None:
+            free_gpu_bytes()  # refuses where there is none: said before a long export
         with Undone() as undone:
             folder = exported_folder(
                 given.model, given.output, not given.no_draft, draft_head_options(given), given.context, undone.made

@@ -12,7 +12,7 @@ from engines.build import main
 from engines.build_flags import DEFAULT_OPTIONS
 from engines.description import describe
 from engines.engine_manifest import load_engine_manifest
-from engines.errors import ResourceError
+from engines.errors import ResourceError, UsageError
 from engines.manifest import load_manifest
 from engines.memory_plan import plan_memory
 from engines.planned_engines import fitting_context
@@ -67,6 +67,20 @@ def test_wrong_use(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), *flags]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1) and says in said.err, said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said before anything is exported."""
+
+    def none() -> int:
+        raise UsageError("no GPU here")
+
+    monkeypatch.setattr("engines.build.free_gpu_bytes", none)
+    assert main([str(tiny("q4_k_m")), "-o", str(tmp_path / "x"), "--context", "auto"]) == 2
+    assert capsys.readouterr().err == "error: no GPU here\n"
     assert list(tmp_path.iterdir()) == []
 
 
