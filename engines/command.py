@@ -21,8 +21,9 @@ from engines.errors import (
     printable,
     printable_lines,
 )
-from engines.signals import Terminated, signals_raise
+from engines.signals import HungUp, Terminated, signals_raise
 
+EXIT_HUNG_UP = 129  # 128 + SIGHUP
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 EXIT_PIPE_CLOSED = 141  # 128 + SIGPIPE
@@ -81,6 +82,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = report(_of_a_library(error))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except HungUp:
+        code = EXIT_HUNG_UP
     except Terminated:
         code = EXIT_TERMINATED
     except BrokenPipeError:  # nobody reads stdout any more, or stderr

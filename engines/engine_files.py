@@ -42,7 +42,7 @@ def _others_build_in(folder: Path) -> bool:
 
 
 class Undone:
-    """A context manager: Ctrl-C and SIGTERM inside it leave no export behind that was `made` inside it."""
+    """A context manager: Ctrl-C, SIGTERM and SIGHUP inside it leave no export behind that was `made` inside it."""
 
     def __init__(self) -> None:
         self._made: Path | None = None
@@ -56,7 +56,8 @@ class Undone:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._made is None or kind not in (KeyboardInterrupt, Terminated) or not self._made.is_dir():
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt | Terminated)
+        if self._made is None or not interrupted or not self._made.is_dir():
             return
         # Others may have begun or finished something there, or put another export in its place.
         theirs = self._made.stat().st_ino != self._inode or (self._made / ENGINES_NAME).exists()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as exceptions, and where these must not come: in code that is not Python's."""
+"""Ctrl-C, SIGTERM and SIGHUP as exceptions, and where these must not come: in code that is not Python's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ class Terminated(BaseException):
     """SIGTERM came: what is open is to be cleared up, as after Ctrl-C."""
 
 
-_ERRORS: dict[int, type[BaseException]] = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+class HungUp(Terminated):
+    """SIGHUP came: the terminal was closed, or the connection to it was lost."""
+
+
+_ERRORS: dict[int, type[BaseException]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: Terminated,
+    signal.SIGHUP: HungUp,
+}
 _IMPORTER = "<frozen importlib._bootstrap>"
 _LATER_S = 0.05
 
 
 @contextlib.contextmanager
 def signals_kept(kept: Callable[[BaseException], None]) -> Iterator[None]:
-    """Inside the block Ctrl-C and SIGTERM raise nothing; ``kept`` is given what they would have raised."""
+    """Inside the block Ctrl-C, SIGTERM and SIGHUP raise nothing; ``kept`` is given what they would have raised."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         kept(_ERRORS[number]())
@@ -66,8 +74,8 @@ def quiet_start() -> None:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Inside the block Ctrl-C and SIGTERM raise what `_ERRORS` says; while a module is being loaded, a little later:
-    libraries make another error of an exception then, end the process, or are left half loaded."""
+    """Inside the block Ctrl-C, SIGTERM and SIGHUP raise what `_ERRORS` says; while a module is being loaded, a little
+    later: libraries make another error of an exception then, end the process, or are left half loaded."""
 
     outside = _imports(sys._getframe())
 

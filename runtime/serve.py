@@ -1,7 +1,7 @@
 """`python -m runtime.serve MODEL`: an HTTP server for OpenAI's clients.
 
-Exit codes are those of `runtime.generate`, but for 0 after SIGTERM: that is how a server is meant to end. Asked to end
-(SIGINT, too), it lets running replies finish for a while first.
+Exit codes are those of `runtime.generate`, but for 0 after SIGTERM or SIGHUP: that is how a server is meant to end.
+Asked to end (SIGINT, too), it lets running replies finish for a while first.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED
+from engines.command import EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED
 from engines.errors import NextnError
 from runtime import check, generate
 from tests.documented import (
@@ -150,4 +150,5 @@ def test_exit_codes_are_the_real_ones() -> None:
     (sentence,) = re.findall(r"Exit codes: (.*?)\. ", README.replace("\n", " "))
     shown = [int(code) for code in re.findall(r"(?:^|, )(\d+) ", sentence)]
     errors = [error.exit_code for error in NextnError.__subclasses__()]
-    assert shown == [0, check.EXIT_FAILED, *errors, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED]
+    signals = [EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, EXIT_TERMINATED]
+    assert shown == [0, check.EXIT_FAILED, *errors, *signals]

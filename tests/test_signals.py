@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM wherever they come: the exit code of the signal, no traceback, nothing left on the disk."""
+"""Ctrl-C, SIGTERM and SIGHUP wherever they come: the exit code of each, no traceback, nothing left on the disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from engines.command import run_command
 main = importlib.import_module(command).main
 run_command(lambda: main(sys.argv[4:]))
 """
-SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
 
 def interrupted(number: int, where: tuple[str, str], command: str, *flags: object) -> subprocess.Popen[str]:
@@ -205,7 +205,7 @@ def test_while_a_library_is_being_loaded(tmp_path: Path, then: str, number: int,
     assert signalled(number, tmp_path, "-c", LOADS) == (code, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("command", "library"), [("runtime.generate", "tokenizers"), ("export", "tqdm"), ("engines.build", "tqdm")]
 )

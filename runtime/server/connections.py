@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from engines.signals import handling
 from runtime.server.security import HEADER_BYTES_MAX
 
 CONNECTIONS_DEFAULT = 1024
@@ -172,6 +174,10 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, over: Callable[[], bool], closing: Callable[[], None]) -> None:
         super().__init__(config)
         self._over, self._closing = over, closing
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        with handling(signal.SIGHUP, self.handle_exit):  # of other signals uvicorn takes care
+            await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

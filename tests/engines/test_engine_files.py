@@ -19,7 +19,7 @@ from engines.engine_files import Undone, kept_engines, put_in_place, work_folder
 from engines.engine_manifest import ENGINES_NAME, load_engine_manifest
 from engines.errors import EngineError
 from engines.manifest import MANIFEST_NAME
-from engines.signals import Terminated
+from engines.signals import HungUp, Terminated
 from engines.work_folders import this_node
 from tests.engines.test_engine_manifest import manifest
 
@@ -131,7 +131,7 @@ def test_processes_work_in_their_own_folders(tmp_path: Path, monkeypatch: pytest
             assert first != second and first.is_dir() and second.is_dir()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated, EngineError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated, HungUp, EngineError])
 @pytest.mark.parametrize("theirs", ["", "begun", "finished", "replaced"])
 def test_an_export_for_a_build_that_is_interrupted(tmp_path: Path, error: type[BaseException], theirs: str) -> None:
     """It goes, unless others use it; one whose build failed stays for the next try."""

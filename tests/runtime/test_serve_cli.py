@@ -96,7 +96,7 @@ def test_more_connections_at_once_than_it_may_open_files(
     assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_its_processes_end_with_it(
     start: Callable[..., tuple[subprocess.Popen[str], str]], number: signal.Signals
 ) -> None:
@@ -130,7 +130,10 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_replies_past_the_grace_are_told_so(start: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_replies_past_the_grace_are_told_so(
+    start: Callable[..., tuple[subprocess.Popen[str], str]], number: signal.Signals
+) -> None:
     process, url = start("--grace", 1)
     body = {"prompt": "x", "logit_bias": {"4089": -100, "4091": -100}, "max_tokens": 4000, "temperature": 1}
     with ThreadPoolExecutor() as pool, httpx.Client(base_url=url, timeout=WAIT_S) as http:
@@ -138,13 +141,13 @@ def test_replies_past_the_grace_are_told_so(start: Callable[..., tuple[subproces
         with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             said = [line for line in lines if line]
     assert said[-1] == "data: [DONE]" and "shutting_down" in said[-2]
     reply = whole.result()
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
     assert int(reply.headers["Retry-After"]) > 0
-    assert process.wait(WAIT_S) in (0, -signal.SIGTERM)
+    assert process.wait(WAIT_S) in (0, -number)
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
