@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,20 @@ from engines.given_files import write_text
 
 
 def check_places(**paths: Path | None) -> None:
-    """By flag; before the work whose outcome they are to hold. Raises UsageError."""
+    """By flag; before the work whose outcome they are to hold. Raises UsageError, ResourceError."""
+    taken: dict[str, str] = {}
     for flag, path in paths.items():
-        if path and (path.is_dir() or not path.parent.is_dir()):
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
             raise UsageError(f"--{flag} {path}: {'is a folder' if path.is_dir() else 'no such folder'}; name a file")
+        real = os.path.realpath(path)
+        is_stream = path.exists() and not path.is_file()  # a pipe, a device: written to as it is
+        if not os.access(path if is_stream else os.path.dirname(real), os.W_OK):
+            raise ResourceError(f"--{flag} {path}: cannot be written there; name a file in a folder that takes one")
+        if not is_stream and real in taken:
+            raise UsageError(f"--{flag} {path}: is the file of --{taken[real]} too; name another")
+        taken[real] = flag
 
 
 def write_report(path: Path | None, text: str) -> None:

@@ -54,10 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     load_s = time.perf_counter() - began
     report = {**_Benchmark(session, options, gpu).report(), "machine": machine, "load_s": round(load_s, 3)}
-    write_report(options.json, json_text(report, indent=1) + "\n")
-    if options.chart:
-        draw(report, options.chart)
-    say(table(report))
+    try:
+        write_report(options.json, json_text(report, indent=1) + "\n")
+        if options.chart:
+            draw(report, options.chart)
+    finally:
+        say(table(report))
     for line in report["failures"]:
         say(f"failed: {line}", to=sys.stderr)
     return EXIT_FAILED if report["failures"] else 0

@@ -48,10 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     session = None if options.model is None else _open(options)
     evaluation = _Evaluation(options, prompts, session, list(zip(servers, models, strict=True)))
     report = evaluation.report()
-    write_report(options.json, json_text(report, indent=1) + "\n")
-    write_report(options.csv, as_csv(evaluation.runs))
-    write_report(options.html, page(report))
-    say(table(report))
+    try:
+        write_report(options.json, json_text(report, indent=1) + "\n")
+        write_report(options.csv, as_csv(evaluation.runs))
+        write_report(options.html, page(report))
+    finally:
+        say(table(report))
     if evaluation.diagnosis:
         say(f"  build: {evaluation.diagnosis}")
     for line in report["failures"]:

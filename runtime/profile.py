@@ -46,10 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
     report = _read(options, manifest, engines) if options.trtexec else _measured(options, manifest)
     against = diagnosis.as_dict() if diagnosis else None
     report = {"format": FORMAT, "model": manifest.model_name, **report, "against": against}
-    write_report(options.json, json_text(report, indent=1) + "\n")
-    if options.chart:
-        draw(report, options.chart)
-    say(table(report))
+    try:
+        write_report(options.json, json_text(report, indent=1) + "\n")
+        if options.chart:
+            draw(report, options.chart)
+    finally:
+        say(table(report))
     if diagnosis:
         say(f"\nbuild: {diagnosis}")
     for fault in diagnosis.faults if diagnosis else ():

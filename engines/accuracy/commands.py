@@ -26,9 +26,11 @@ def gpu_missing() -> str:
         return "no TensorRT package"
     from polygraphy import cuda
     from polygraphy.exception import PolygraphyException
+    from polygraphy.logger import G_LOGGER
 
     try:
-        cuda.Stream().free()
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
+            cuda.Stream().free()
     except (PolygraphyException, OSError):
         return "no NVIDIA GPU"
     return ""

@@ -25,6 +25,7 @@ from engines.accuracy.tolerances import ORACLE_RUNNER
 from engines.draft_head import DraftHeadOptions
 from engines.engine_manifest import Profile
 from engines.errors import EngineError, UsageError
+from engines.given_files import reason
 from engines.manifest import Manifest, load_manifest
 from engines.whole_files import verify_whole
 from engines.work_folders import new_parents_removed
@@ -86,6 +87,7 @@ def prepare(
         # After every op: what is off after a layer is looked for among its parts.
         write_marked_reference(folder, role, engine_graph(folder, role, replace(plan, lowering="ops"), lowered).model)
         save_feeds(folder / f"{role}.npz", feeds[role])
+        outputs_of(folder, role).unlink(missing_ok=True)  # of other passes
         write_script(folder, role)
     plan.save(folder)
 
@@ -122,7 +124,7 @@ def compare(
             if reference or not outputs.is_file():
                 _run_reference(folder, role, feeds)
             ours = _runner(engine_graph(folder, role, plan, manifest), backend, folder, role, plan)
-            results = RunResults.load(str(outputs))
+            results = _load_outputs(outputs, len(feeds))
             results.extend(Comparator.run([ours], feeds, save_outputs_path=str(folder / f"{role}.{backend}.json")))
             found: list[list[Measure]] = []
 
@@ -167,6 +169,18 @@ def _run_reference(folder: Path, role: str, feeds: list[Feed]) -> None:
     Comparator.run([canonical], feeds, save_outputs_path=str(outputs_of(folder, role)))
 
 
+def _load_outputs(path: Path, count: int) -> RunResults:
+    """Of ``count`` passes. Raises EngineError."""
+    try:
+        results = RunResults.load(str(path))
+        found = [len(iterations) for _, iterations in results]
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, PolygraphyException) as error:
+        raise EngineError(f"{path}: cannot be read ({reason(error)}); make it anew with --again") from error
+    if found != [count]:
+        raise EngineError(f"{path}: holds {found} passes, wanted one run of {count}; make it anew with --again")
+    return results
+
+
 def outputs_of(folder: Path, role: str) -> Path:
     """What the reference gave."""
     return folder / f"{role}.{REFERENCE}.json"
@@ -198,9 +212,9 @@ def limits(plan: Plan) -> Profile:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Polygraphy's own log at its errors; what it raises is told by us."""
+    """Without Polygraphy's own log; what it raises is told by us."""
     try:
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
             yield
     except PolygraphyException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

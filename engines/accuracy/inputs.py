@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from engines.accuracy import int8_rows, state_slots
 from engines.accuracy.plan import CANONICAL, Plan
 from engines.engine_manifest import pool_size
 from engines.errors import EngineError, UsageError
+from engines.given_files import reason
 from engines.manifest import Geometry, Manifest
 
 Feed = OrderedDict[str, np.ndarray]
@@ -195,6 +197,6 @@ def load_feeds(path: Path) -> list[Feed]:
             for key in file.files:
                 index, name = key.split("/", 1)
                 feeds.setdefault(int(index), OrderedDict())[name] = file[key]
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path}: cannot be read ({error}); prepare the folder again") from error
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise EngineError(f"{path}: cannot be read ({reason(error)}); prepare the folder again") from error
     return [feeds[index] for index in sorted(feeds)]

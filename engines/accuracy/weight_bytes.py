@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
 from engines.accuracy.plan import roles_of
 from engines.errors import EngineError
+from engines.given_files import reason
 from engines.manifest import Manifest
 from engines.network import load_graph
 from export.weight_inputs import external_weights
@@ -75,8 +77,8 @@ def damages(export: Path, manifest: Manifest, path: Path) -> tuple[list[Damage],
                     raise EngineError(f"{export}: has a tensor {name!r}, which an export of the model has not")
                 damage = _compared(name, rows, block_bytes, known[f"rows/{name}"], known[f"parity/{name}"])
                 found += [damage] if damage else []
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path}: cannot be read ({error}); prepare the folder again") from error
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise EngineError(f"{path}: cannot be read ({reason(error)}); prepare the folder again") from error
     return found, count
 
 

@@ -222,6 +222,26 @@ def test_a_folder_of_an_older_form(prepared: Path, tmp_path: Path) -> None:
     run_main(accuracy.main, tmp_path / "x").refused(4, "not prepared (format 1, wanted 2); run `python -m engines.acc")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("trunk.npz", None), ("draft.npz", b""), ("weights.npz", None)]
+    + [("trunk.onnxruntime.json", content) for content in (None, b"", b"{}", b"[]")],
+)
+def test_files_of_the_folder_that_are_damaged(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
+) -> None:
+    """Written half, or emptied: not a build that is off."""
+    folder = tmp_path / "x"
+    shutil.copytree(prepared, folder)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    assert accuracy.main([str(folder), "--backend", "oracle"]) == 4
+    shown = capsys.readouterr()
+    assert re.fullmatch(rf"error: \S*{re.escape(name)}: (cannot be read|holds) .*\n", shown.err), shown
+    if name.endswith("json") and content is None:
+        assert accuracy.main([str(folder), "--backend", "oracle", "--again"]) == 0
+
+
 def test_what_passes_grows_with_depth() -> None:
     later = SHORT.after(64)
     assert SHORT.after(1) == SHORT and (later.nmse, later.top1) == (64 * SHORT.nmse, SHORT.top1)
