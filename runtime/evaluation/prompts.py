@@ -79,6 +79,11 @@ def _prompt(line: str, place: str) -> Prompt:
     messages = value if given[0] == "messages" else [{"role": "user", "content": value}]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise UsageError(f"{place}: wanted {_KINDS}, and none of them empty")
+    try:
+        for message in messages:
+            message["content"].encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{place}: {given[0]} has a lone surrogate; give valid Unicode") from None
     return Prompt(category or "all", tuple(messages), place)
 
 

@@ -255,6 +255,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         ('{"category": "a\\nb", "prompt": "x"}', "of one line"),
         ('{"category": "a\\ud800", "prompt": "x"}', "of one line"),
         ('{"category": "a"}', "has none of them"),
+        ('{"turns": ["x\\ud800"]}', "jsonl:1: turns has a lone surrogate"),
         ('{"prompt": "x", "turns": ["y"]}', "has prompt and turns"),
         ('{"prompt": ""}', "none of them empty"),
         ('{"turns": []}', "none of them empty"),
