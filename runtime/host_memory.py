@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,22 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int | None:
-    """What the system can give without swapping, or less where a control group allows less. None: it does not tell,
-    as others than Linux do not."""
+    """What the system can give without swapping, or less where a control group or a limit on the address space
+    (`ulimit -v`) allows less. None: it does not tell, as others than Linux do not."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return min([int(found[1]) << 10, *_left_in_groups(proc, groups)]) if found else None
+    return min([int(found[1]) << 10, *_left_in_groups(proc, groups), *_left_in_address_space(proc)]) if found else None
+
+
+def _left_in_address_space(proc: Path) -> Iterator[int]:
+    import resource  # there is none on Windows
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = int((proc / "self" / "statm").read_text().split()[0])
+        yield max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,3 +126,14 @@ def test_what_the_host_has(tmp_path: Path) -> None:
     (groups / "memory" / "memory.limit_in_bytes").write_text("700\n")
     (groups / "memory" / "memory.usage_in_bytes").write_text("300\n")
     assert available_bytes(proc, groups) == 400
+
+
+def test_a_limit_on_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemAvailable:  8000000 kB\n")
+    pages = 100
+    (tmp_path / "self" / "statm").write_text(f"{pages} 7 7 7 0 7 0\n")
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    for limit, left in ((resource.RLIM_INFINITY, 8000000 << 10), (used + 5000, 5000), (used - 1, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert available_bytes(tmp_path, tmp_path / "groups") == left
