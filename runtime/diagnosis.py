@@ -18,6 +18,7 @@ import numpy as np
 from engines.errors import NumericError, UsageError
 from engines.evidence import HEAD_LOGITS, LOGITS, Evidence, Place, first_off
 from engines.whole_files import verify_whole
+from runtime.engine import any_token
 from runtime.model_cache import content_key_of, evidence_of
 from runtime.session import Session
 from runtime.state_probe import ShowsState, probed, state_faults
@@ -130,13 +131,8 @@ def _as_prompt(session: Session, tokens: Sequence[int]) -> dict[str, np.ndarray]
 def _started(session: Session) -> tuple[Any, Any]:
     for engine in (session.trunk, session.draft):
         if engine is not None:
-            engine.start(_any_token)
+            engine.start(any_token)
     return session.trunk, session.draft
-
-
-def _any_token(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """For passes whose choices are not looked at: their logits may be no numbers."""
-    return np.zeros(len(logits), np.int64)
 
 
 def _shown(session: Session, logits: list[np.ndarray], of_head: list[np.ndarray]) -> dict[str, np.ndarray]:

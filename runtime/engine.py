@@ -20,6 +20,7 @@ import numpy as np
 
 from engines.errors import NumericError
 from runtime.queued_work import Queued
+from runtime.sampling import check_logits
 
 SEQUENCES_DEFAULT = 4
 
@@ -37,7 +38,7 @@ class Pass:
     """Outcome of one trunk pass over T tokens.
 
     choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's). NO_CHOICE
-    from a row on whose logits are damaged (NaN, +inf): plain decoding may never see it; if it does, the next pass
+    from a row on whose logits are damaged (NaN, infinite): plain decoding may never see it; if it does, the next pass
     begins there.
     hidden: rows of the trunk's hidden state after output_norm, [T, D]; opaque to the loop, which only slices rows
     (``hidden[a:b]``) and hands them to the draft engine. They are valid until the trunk's next pass; `DraftEngine.join`
@@ -219,6 +220,23 @@ class TimedDraft(DraftEngine, Protocol):
 
     def time_draft(self, n: int, repeats: int) -> list[float]:
         """Milliseconds of each of ``repeats`` times n drafts, as `TimedTrunk.time_verify`."""
+
+
+def any_token(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The sampler for passes whose choices are not looked at, the only one that is asked about damaged logits."""
+    return np.zeros(len(logits), np.int64)
+
+
+def of_finite(sampler: Sampler, masked: Callable[[np.ndarray], np.ndarray] | None = None) -> Sampler:
+    """``sampler`` as engines ask it: about logits as the model gave them, with a NumericError where one is NaN or
+    infinite. Only then may they be masked with -inf: by ``masked``, or by the sampler itself."""
+
+    def choose(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        if sampler is not any_token:
+            check_logits(logits, positions)
+        return sampler(masked(logits) if masked else logits, positions)
+
+    return choose
 
 
 def choices_that_count(

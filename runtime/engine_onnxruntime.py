@@ -18,7 +18,7 @@ import onnxruntime as ort
 from engines.errors import NumericError
 from engines.manifest import Geometry, Manifest
 from runtime.draft_tokens import load_draft_tokens
-from runtime.engine import NO_CHOICE, SEQUENCES_DEFAULT, Pass, Sampler, SavedState
+from runtime.engine import NO_CHOICE, SEQUENCES_DEFAULT, Pass, Sampler, SavedState, of_finite
 from runtime.onnx_draft import OnnxDraftEngine
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, check_inputs, check_version, load_session, run_session
 
@@ -91,7 +91,7 @@ class OnnxTrunkEngine:
         return self._position
 
     def start(self, sampler: Sampler) -> None:
-        self._sampler, self._position, self._pending, self._current = sampler, 0, 0, 0
+        self._sampler, self._position, self._pending, self._current = of_finite(sampler), 0, 0, 0
         self._damage: NumericError | None = None
         for buffer in (*self._states[0], *self._convs):
             buffer[:] = 0

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from engines.errors import NumericError
 from engines.manifest import Geometry
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import NO_CHOICE, Sampler, SavedState, choices_that_count
+from runtime.engine import NO_CHOICE, Sampler, SavedState, choices_that_count, of_finite
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, RowStack, run_session
 from runtime.sampling import ParamsSampler
 
@@ -45,7 +45,8 @@ class OnnxDraftEngine:
         return self._tokens.whole_rows(self._logits)
 
     def start(self, sampler: Sampler) -> None:
-        self._sampler, self._position = sampler, 0
+        self._sampler, self._position = of_finite(sampler, self._tokens.whole_rows), 0
+        self._looks_back = not isinstance(sampler, ParamsSampler)
         self._logits = np.zeros((0, self._tokens.count), np.float32)
 
     def prefill(self, tokens: Sequence[int], hidden: np.ndarray) -> None:
@@ -53,13 +54,13 @@ class OnnxDraftEngine:
         self._position += len(tokens)
 
     def guess(self, tokens: Sequence[int], hidden: np.ndarray) -> np.ndarray | None:
-        if not isinstance(self._sampler, ParamsSampler):  # others must see every token in its turn
+        if self._looks_back:  # such a one must see every token in its turn
             return None
         count = len(tokens)
         rows, self._position = min(count, _GUESS_ROWS), self._position + count
         self._step(tokens, hidden, self._position - count, rows)
         places = self._position - rows + 1 + np.arange(rows)
-        guesses = choices_that_count(self._sampler, self.logits, places, [])
+        guesses = choices_that_count(self._sampler, self._logits, places, [])
         self._logits = self._logits[-1:]
         return guesses
 
@@ -72,7 +73,7 @@ class OnnxDraftEngine:
             hidden = self._step(tokens, hidden, position)
             position += len(tokens)
             try:
-                tokens = [int(self._sampler(self.logits, np.array([position]))[0])]
+                tokens = [int(self._sampler(self._logits, np.array([position]))[0])]
             except NumericError:
                 # A NaN in a dead cache row would reach the passes to come.
                 self._cache.clear(self._position if drafted else 0)

@@ -78,7 +78,8 @@ class ParamsSampler:
 def choose(logits: F32, positions: I64, params: SamplingParams) -> I64:
     """The token chosen for each row.   logits: [R, V] f32, positions: [R] -> [R] i64.
 
-    ``positions[r]`` is the index in the sequence (prompt included) that the chosen token will have. -inf masks a token.
+    ``positions[r]`` is the index in the sequence (prompt included) that the chosen token will have. -inf masks a token:
+    a model's own logits are to be seen by `check_logits` before anything is masked.
     Temperature 0 takes the argmax. Otherwise, as in llama.cpp's sampler chain, top-k, top-p and min-p filter in this
     order on the raw logits, then the temperature t applies: the winner has the greatest key
     ``logit + t * g(seed, position, token)``, binary64 with product and sum rounded apart. It is the argmax of
@@ -207,6 +208,16 @@ def _top_p(logits: F32, top_p: float) -> I64:
     return np.sort(np.concatenate([inner, order[: int(np.searchsorted(sums, needed)) + 1]]))
 
 
+def check_logits(logits: F32, positions: I64) -> None:
+    """Raise NumericError naming the position of the first row of logits [R, N], as a model gave them, that holds a NaN
+    or an infinity of either sign."""
+    if math.isfinite(logits.min()) and math.isfinite(logits.max()):
+        return
+    r = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+    n_nan, n_inf = int(np.isnan(logits[r]).sum()), int(np.isinf(logits[r]).sum())
+    raise _no_choice(f"{n_nan} NaN and {n_inf} infinite", logits[r], int(positions[r]))
+
+
 def _check_peaks(peak: noise.F64, logits: F32, positions: I64) -> None:
     """Raise NumericError at the first row whose greatest logit (NaN if the row holds one) is not finite."""
     bad = np.flatnonzero(~np.isfinite(peak))
@@ -216,8 +227,12 @@ def _check_peaks(peak: noise.F64, logits: F32, positions: I64) -> None:
     row = logits[r]
     n_nan, n_inf = int(np.isnan(row).sum()), int(np.isposinf(row).sum())
     what = f"{n_nan} NaN and {n_inf} infinite" if n_nan or n_inf else "only masked (-inf)"
-    raise NumericError(
-        f"logits for position {int(positions[r])}: {what} of {len(row)} values, so no token can be chosen; "
+    raise _no_choice(what, row, int(positions[r]))
+
+
+def _no_choice(what: str, row: F32, position: int) -> NumericError:
+    return NumericError(
+        f"logits for position {position}: {what} of {len(row)} values, so no token can be chosen; "
         "the model file or its engine is damaged"
     )
 

@@ -11,7 +11,7 @@ from runtime.control_block import MAX_STEPS
 from runtime.cuda import DeviceBuffer, Event
 from runtime.device_rows import DeviceRows, RowPool
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import NO_CHOICE, DraftedPass, Sampler, SavedState
+from runtime.engine import NO_CHOICE, DraftedPass, Sampler, SavedState, of_finite
 from runtime.queued_work import Queued
 from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
@@ -74,12 +74,12 @@ class TensorrtDraft:
     def logits(self) -> np.ndarray:
         """Of the last step, [1, V] f32 (of guesses: a row each), copied to the host; -inf where the head cannot tell.
         Not after a step of another sequence's head."""
-        shape = (self._num_logits, self._tokens.count)
-        return self._tokens.whole_rows(self._shared.stream.read(self._buffers.logits.address, shape, np.float32))
+        return self._tokens.whole_rows(self._read_logits())
 
     def start(self, sampler: Sampler) -> None:
         self._shared.under_way.settle()
-        self._sampler, self._position, self._num_logits = sampler, 0, 0
+        self._given, self._sampler = sampler, of_finite(sampler, self._tokens.whole_rows)
+        self._position = self._num_logits = 0
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
@@ -175,9 +175,9 @@ class TensorrtDraft:
         rows = self._pool.joined([self.zero_hidden()] * self.prefill_chunk)
         for count in (*range(1, self._num_rows + 1), self.prefill_chunk):
             self.prefill([0] * count, rows[:count])
-            self.start(self._sampler)
+            self.start(self._given)
         self.guess([0] * self.prefill_chunk, rows)
-        self.start(self._sampler)
+        self.start(self._given)
 
     def _shortened(self, tokens: Sequence[int], hidden: DeviceRows) -> tuple[Sequence[int], DeviceRows]:
         """The rows to draft after, at most as many as the decode profile takes; those before them are taken here."""
@@ -250,6 +250,10 @@ class TensorrtDraft:
         self._session.enqueue(profile, count, num_rows, addresses)
         return out + (count - 1) * self._row_nbytes
 
+    def _read_logits(self) -> np.ndarray:
+        shape = (self._num_logits, self._tokens.count)
+        return self._shared.stream.read(self._buffers.logits.address, shape, np.float32)
+
     def _finish_draft(self, count: int, n: int) -> np.ndarray:
         self._num_logits = 1
         self._position += count
@@ -274,7 +278,7 @@ class TensorrtDraft:
             self._num_logits = 1
             self._position += len(tokens)
             try:
-                tokens = [int(self._sampler(self.logits, np.array([self._position]))[0])]
+                tokens = [int(self._sampler(self._read_logits(), np.array([self._position]))[0])]
             except NumericError:
                 if not drafts:
                     raise

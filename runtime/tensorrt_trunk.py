@@ -18,7 +18,7 @@ from engines.memory_plan import MemoryPlan, check_one_more
 from runtime.control_block import ControlBlock
 from runtime.cuda import DeviceBuffer, Stream, free_and_total_bytes
 from runtime.device_rows import DeviceRows
-from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, choices_that_count
+from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, choices_that_count, of_finite
 from runtime.host_copies import HostCopies
 from runtime.queued_work import Queued, UnderWay
 from runtime.recurrent_slots import RecurrentSlots
@@ -102,7 +102,8 @@ class TensorrtTrunk:
 
     def start(self, sampler: Sampler) -> None:
         self._shared.under_way.settle()
-        self._sampler, self._position, self._pending, self._slot = sampler, 0, 0, _NO_SLOT
+        self._given, self._sampler = sampler, of_finite(sampler)
+        self._position, self._pending, self._slot = 0, 0, _NO_SLOT
         self._rows_of_logits = self._turn = 0
         params = device_params(sampler)
         self._on_device = params is not None
@@ -224,9 +225,9 @@ class TensorrtTrunk:
             self._point(self._shared.control)
             self._whole_verify(self._rows_of(count))
             self._shared.stream.synchronize()
-        self.start(self._sampler)
+        self.start(self._given)
         self.prefill([0] * self.prefill_chunk)
-        self.start(self._sampler)
+        self.start(self._given)
 
     def _settle(self) -> None:
         """Have the state of the committed tokens whole, in slot 0."""

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kSELECT_THREADS, 4)
     for_each_four(mine, n, part, [&](int b, const float (&x)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            bad |= !(x[i] < INFINITY);
+            bad |= i < n - 4 * b && !(fabsf(x[i]) < INFINITY);
             if (x[i] > top) {
                 top = x[i];
                 id = 4 * b + i;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kSELECT_THREADS, Tokens::kALL ? 4 : 3)
     const float* mine = logits + blockIdx.y * ld;
     const Part part = read_part(mine, n);
     const Peak peak = find_peak(row->largest, s);
-    if (peak.best.bad || peak.best.id < 0) return;
+    if (peak.best.bad) return;
     if (s.filters()) {
         count_tokens(mine, n, part, s, peak, row);
         return;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kSELECT_THREADS, Tokens::kALL ? 4 : 3)
     Bins bins;
     if (filtered) part = read_part(mine, n), bins = read_bins(row);
     const Peak peak = find_peak(row->largest, s);
-    if (peak.best.bad || peak.best.id < 0) {
+    if (peak.best.bad) {
         if (blockIdx.x == 0 && threadIdx.x == 0) tokens[blockIdx.y] = kNEXTN_NO_TOKEN;
         return;
     }

@@ -23,7 +23,7 @@ enum { kNEXTN_NO_TOKEN = -1 };
 // The filters act on the logits before the temperature: top-k, then top-p as a part of what that left, then min-p. The
 // most probable is the one of the largest logit, of the lowest id among equals. Shares are the whole numbers that the
 // host defines (select_noise.cuh), so what is kept is the host's choice exactly, in whatever order they are added.
-// A row with NaN, +infinity or nothing but -infinity gets kNEXTN_NO_TOKEN. A row's result depends on no other row.
+// A row with a NaN or an infinity, -infinity too, gets kNEXTN_NO_TOKEN. A row's result depends on no other row.
 // workspace: nextn_select_workspace(rows) bytes, 256-byte aligned, no contents kept.
 // Refuses: rows or n < 1, ld < n, n > 2^22.
 NEXTN_API size_t nextn_select_workspace(int32_t rows);

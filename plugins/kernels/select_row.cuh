@@ -14,7 +14,7 @@ constexpr float kNEGLIGIBLE = 30.0f;  // so far below the best logit a token's s
 
 struct alignas(16) Best {
     double key;
-    int id, bad;  // bad: a NaN or +infinity among the logits
+    int id, bad;  // bad: a NaN or an infinity among the logits
 };
 
 struct Token {

@@ -27,7 +27,7 @@ from engines.manifest import Manifest, TokenizerInfo
 from plugins.load import TensorRT
 from runtime import cuda, engine_tensorrt, tensorrt_session, token_choice
 from runtime.engine import NO_CHOICE
-from runtime.sampling import SamplingParams, choose
+from runtime.sampling import SamplingParams, check_logits, choose
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_engines import VOCAB
 from tests.runtime.fake_passes import (
@@ -211,10 +211,12 @@ class FakeKernels:
             params = SamplingParams(*numbers, min_p, int(given["seed"]))
             tokens_of = np.arange(n) if ids is None else array(ids, (n,), np.int32)
             values = np.full((rows, tokens_of[-1] + 1), -np.inf, np.float32)
-            values[:, tokens_of] = array(logits, (rows, n), np.float32)
+            given_logits = array(logits, (rows, n), np.float32)
+            values[:, tokens_of] = given_logits
             places = int(array(position, (1,), np.int32)[0]) + offset + np.arange(rows)
             for row in range(rows):
                 try:
+                    check_logits(given_logits[row : row + 1], places[row : row + 1])
                     chosen = choose(values[row : row + 1], places[row : row + 1], params)[0]
                 except NumericError:
                     chosen = NO_CHOICE
