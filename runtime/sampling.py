@@ -211,9 +211,10 @@ def _top_p(logits: F32, top_p: float) -> I64:
 def check_logits(logits: F32, positions: I64) -> None:
     """Raise NumericError naming the position of the first row of logits [R, N], as a model gave them, that holds a NaN
     or an infinity of either sign."""
-    if math.isfinite(logits.min()) and math.isfinite(logits.max()):
+    finite = np.isfinite(logits)
+    if finite.all():
         return
-    r = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+    r = int(np.flatnonzero(~finite.all(axis=1))[0])
     n_nan, n_inf = int(np.isnan(logits[r]).sum()), int(np.isinf(logits[r]).sum())
     raise _no_choice(f"{n_nan} NaN and {n_inf} infinite", logits[r], int(positions[r]))
 

@@ -11,9 +11,11 @@ import pytest
 from engines.engine_manifest import load_engine_manifest, step_size
 from engines.errors import NumericError, UsageError
 from runtime.cuda import PinnedBuffer
+from runtime.engine import NO_CHOICE
 from runtime.sampling import SamplingParams
 from runtime.session import make_sampler
-from runtime.tensorrt_trunk import GREEDY
+from runtime.tensorrt_draft import TensorrtDraft
+from runtime.tensorrt_trunk import GREEDY, TensorrtTrunk
 from tests.gpu.checks import assert_same_bits, run, token_ids
 from tests.gpu.conftest import Opened
 from tests.gpu.prepare import MAX_ROWS, ONNXRUNTIME, PREFILL_CHUNK, WIDE, read_reference, texts
@@ -156,3 +158,75 @@ def test_a_step_that_is_no_number(opened: Open, name: str) -> None:
     for kept in (2, 3):
         with pytest.raises(NumericError, match=f"position {len(ids) + kept + 1}"):
             after(kept, poisoned=True)
+
+
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(0.8, seed=1),
+    SamplingParams(0.8, top_k=5, seed=2),
+    SamplingParams(0.8, top_p=0.9, seed=3),
+    SamplingParams(0.8, min_p=0.1, seed=4),
+    SamplingParams(1.2, 40, 0.9, 0.02, 5),
+]
+
+
+def spoil(engine: TensorrtTrunk | TensorrtDraft, logits: int, width: int, value: float, at: dict[int, int]) -> None:
+    """Of each pass, before its choices: the last logit of a row. at: by rows of a trunk's pass its spoilt row; by steps
+    of a draft 0. For engines of a sequence of their own, as passes are recorded with it."""
+    choose, stream, poison = engine._choose, engine._shared.stream, PinnedBuffer(4)
+    poison.array.view(np.float32)[0] = value
+
+    def spoilt(rows: int, *step: int, **offset: int) -> None:
+        row = at.get(step[0] if isinstance(engine, TensorrtDraft) else rows)
+        if row is not None:
+            stream.to_device(logits + 4 * (row * width + width - 1), poison, poison.nbytes)
+        choose(rows, *step, **offset)
+
+    engine._choose = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", ["trained", WIDE])
+def test_one_logit_that_is_no_number(opened: Open, name: str, params: SamplingParams, value: float) -> None:
+    """After the prompt, in a plain row, behind drafts: with the position that plain decoding names, never a token."""
+    engines, ids = opened(name), token_ids(opened(name).vocab_size, 20, seed=3).tolist()
+    logits, width = engines.trunk._logits.address, engines.vocab_size
+    for at, place in (({1: 0}, 20), ({3: 1}, 22)):
+        trunk = engines.trunk.another()
+        spoil(trunk, logits, width, value, at)
+        trunk.start(make_sampler(params))
+        if place > 20:
+            first = int(trunk.prefill(ids).choices[0])
+            second = int(trunk.verify([first]).choices[0])
+            trunk.start(make_sampler(params))
+            trunk.prefill(ids)
+            assert trunk.verify([first, second, 1]).choices[:2].tolist() == [second, NO_CHOICE]
+            trunk.commit(1)
+            at[1] = 0
+            trunk.memory.recorder = type(trunk.memory.recorder)(trunk._shared.stream)
+        with pytest.raises(NumericError, match=f"position {place}: {int(np.isnan(value))} NaN"):
+            if place > 20:
+                trunk.verify([second])
+            else:
+                trunk.prefill(ids)
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_one_logit_of_the_head_that_is_no_number(opened: Open, params: SamplingParams, value: float) -> None:
+    """After the head's own guess it ends the drafts, after true rows it is an error."""
+    engines, ids = opened("trained"), token_ids(opened("trained").vocab_size, 20, seed=3).tolist()
+    trunk = engines.trunk.another()
+    hidden = trunk.prefill(ids).hidden
+    for step in (1, 0):
+        head = engines.draft.another(trunk)
+        rows = head.join([head.zero_hidden(), hidden])[: len(ids)]
+        spoil(head, head._buffers.logits.address, head._tokens.count, value, {step: 0})
+        head.start(make_sampler(params))
+        if step:
+            drafts = head.draft(ids, rows, 3).tolist()
+            assert drafts[0] >= 0 and drafts[1:] == [NO_CHOICE] * 2
+        else:
+            with pytest.raises(NumericError, match=f"position {len(ids)} are not finite"):
+                head.draft(ids, rows, 2)

@@ -314,14 +314,18 @@ def test_memory_goes_back(gpu: FakeGpu, folder: Path) -> None:
     assert not gpu.cuda.allocated
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("fault", ["trunk", "draft"])
-def test_logits_that_are_none(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_logit_that_is_none(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: str, value: float, name: str
+) -> None:
     """Named with the place they would have chosen a token for; the device only says that there are some."""
-    name = {"trunk": "logits_of", "draft": "twisted"}[fault]
-    poisoned: Callable[[int], np.ndarray] = lambda state: np.full_like(logits_of(state), np.nan)  # noqa: E731
-    monkeypatch.setattr(f"tests.runtime.fake_passes.{name}", poisoned)
+    function = {"trunk": "logits_of", "draft": "twisted"}[fault]
+    spoilt: Callable[[int], np.ndarray] = lambda state: np.where(np.arange(VOCAB) == 5, value, logits_of(state))  # noqa: E731
+    monkeypatch.setattr(f"tests.runtime.fake_passes.{function}", spoilt)
     with pytest.raises(NumericError, match=f"position {CHUNK if fault == 'trunk' else len(PROMPT) + 1}"):
-        run(*engines, GREEDY, 2)
+        run(*engines, SAMPLERS[name], 2)
 
 
 @pytest.mark.parametrize("ends", [(), (12, 3)])
@@ -344,7 +348,7 @@ def test_logits_that_plain_decoding_never_sees(
         if state in seen:
             return logits_of(state)
         damaged.append(state)
-        bad = np.float32(np.inf if state % 2 else np.nan)
+        bad = np.float32((np.inf, -np.inf, np.nan)[state % 3])
         return np.where(np.arange(13) == 5, bad, logits_of(state))
 
     monkeypatch.setattr("tests.runtime.fake_passes.logits_of", logits)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import NumericError, UsageError
-from runtime.sampling import SEED_MAX, SamplingParams, choose, filtered
+from runtime.sampling import SEED_MAX, SamplingParams, check_logits, choose, filtered
 from tests.oracle.token_choice import chosen, kept
 
 
@@ -151,6 +151,19 @@ def test_nan_and_infinity_are_refused(temperature, value, said):
     logits[1, 5], logits[1, 2] = value, 7
     with pytest.raises(NumericError, match=f"position 41: {said}"):
         choose(logits, np.array([40, 41, 42]), SamplingParams(temperature, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(np.nan, "1 NaN and 0"), (np.inf, "0 NaN and 1"), (-np.inf, "0 NaN and 1")]
+)
+@pytest.mark.parametrize("at", [0, 3, 7])
+def test_a_models_logits_are_refused_for_any_that_is_no_number(value, said, at):
+    logits = np.full((3, 8), np.finfo(np.float32).min, np.float32)
+    logits[:, 4] = np.finfo(np.float32).max
+    check_logits(logits, np.array([40, 41, 42]))
+    logits[1, at] = logits[2, 1] = value
+    with pytest.raises(NumericError, match=f"position 41: {said} infinite of 8"):
+        check_logits(logits, np.array([40, 41, 42]))
 
 
 def test_a_wholly_masked_row_is_refused():
