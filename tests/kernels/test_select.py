@@ -226,7 +226,14 @@ def test_a_recorded_call_reads_its_settings(rng: np.random.Generator) -> None:
         assert selection.tokens() == choose(logits, position + np.arange(5), params).tolist(), params
 
 
-SETTINGS = ({"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 900, "top_p": 0.9})
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"min_p": 0.1},
+    {"top_k": 900, "top_p": 0.9},
+)
 
 
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
