@@ -215,7 +215,8 @@ def test_one_logit_that_is_no_number(opened: Open, name: str, params: SamplingPa
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
 def test_one_logit_of_the_head_that_is_no_number(opened: Open, params: SamplingParams, value: float) -> None:
-    """After the head's own guess it ends the drafts, after true rows it is an error."""
+    """After the head's own guess it ends the drafts, after true rows it is an error. The steps that follow are fed
+    NO_CHOICE, whose embedding is a row of NaN: so they choose nothing either."""
     engines, ids = opened("trained"), token_ids(opened("trained").vocab_size, 20, seed=3).tolist()
     trunk = engines.trunk.another()
     hidden = trunk.prefill(ids).hidden
