@@ -102,7 +102,7 @@ class TensorrtTrunk:
 
     def start(self, sampler: Sampler) -> None:
         self._shared.under_way.settle()
-        self._given, self._sampler = sampler, of_finite(sampler)
+        self._given, self._of_finite = sampler, of_finite(sampler)
         self._position, self._pending, self._slot = 0, 0, _NO_SLOT
         self._rows_of_logits = self._turn = 0
         params = device_params(sampler)
@@ -261,10 +261,12 @@ class TensorrtTrunk:
     def _choices(self, count: int, place: int, tokens: Sequence[int] | np.ndarray = ()) -> np.ndarray:
         """The choices of the pass just done, the first for ``place``; tokens: of the pass, if it is to be verified."""
         choices = self._shared.control.choices_back[:count].astype(np.int64)
-        if self._on_device and NO_CHOICE not in choices.tolist():
+        damaged = NO_CHOICE in choices.tolist()
+        if self._on_device and not damaged:
             return choices
-        # The host's sampler names the bad logits where the device only says that there are some.
-        on_host = choices_that_count(self._sampler, self.logits, place + np.arange(count), list(tokens))
+        # The device looks at every logit, whoever chooses, but only says that there are bad ones: the host names them.
+        sampler = self._of_finite if damaged else self._given
+        on_host = choices_that_count(sampler, self.logits, place + np.arange(count), list(tokens))
         if not self._on_device:
             return on_host
         if (choices != on_host)[on_host != NO_CHOICE].any():

@@ -11,8 +11,8 @@ import pytest
 from engines.engine_manifest import load_engine_manifest, step_size
 from engines.errors import NumericError, UsageError
 from runtime.cuda import PinnedBuffer
-from runtime.engine import NO_CHOICE
-from runtime.sampling import SamplingParams
+from runtime.engine import NO_CHOICE, Sampler
+from runtime.sampling import SamplingParams, choose
 from runtime.session import make_sampler
 from runtime.tensorrt_draft import TensorrtDraft
 from runtime.tensorrt_trunk import GREEDY, TensorrtTrunk
@@ -170,6 +170,11 @@ SETTINGS = [
 ]
 
 
+def by_host(logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """A sampler that the device knows nothing of."""
+    return choose(logits, positions, SETTINGS[-1])
+
+
 def spoil(engine: TensorrtTrunk | TensorrtDraft, logits: int, width: int, value: float, at: dict[int, int]) -> None:
     """Of each pass, before its choices: the last logit of a row. at: by rows of a trunk's pass its spoilt row; by steps
     of a draft 0. For engines of a sequence of their own, as passes are recorded with it."""
@@ -186,20 +191,20 @@ def spoil(engine: TensorrtTrunk | TensorrtDraft, logits: int, width: int, value:
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
-@pytest.mark.parametrize("params", SETTINGS, ids=str)
+@pytest.mark.parametrize("sampler", [*map(make_sampler, SETTINGS), by_host], ids=[*map(str, SETTINGS), "by host"])
 @pytest.mark.parametrize("name", ["trained", WIDE])
-def test_one_logit_that_is_no_number(opened: Open, name: str, params: SamplingParams, value: float) -> None:
+def test_one_logit_that_is_no_number(opened: Open, name: str, sampler: Sampler, value: float) -> None:
     """After the prompt, in a plain row, behind drafts: with the position that plain decoding names, never a token."""
     engines, ids = opened(name), token_ids(opened(name).vocab_size, 20, seed=3).tolist()
     logits, width = engines.trunk._logits.address, engines.vocab_size
     for at, place in (({1: 0}, 20), ({3: 1}, 22)):
         trunk = engines.trunk.another()
         spoil(trunk, logits, width, value, at)
-        trunk.start(make_sampler(params))
+        trunk.start(sampler)
         if place > 20:
             first = int(trunk.prefill(ids).choices[0])
             second = int(trunk.verify([first]).choices[0])
-            trunk.start(make_sampler(params))
+            trunk.start(sampler)
             trunk.prefill(ids)
             assert trunk.verify([first, second, 1]).choices[:2].tolist() == [second, NO_CHOICE]
             trunk.commit(1)
