@@ -167,7 +167,7 @@ struct Consumer {
                         }
                         load_slot(slot_of(k, c), one, own & 1, lane);
                     } else {
-                        x.load(p.operands, mine ? c * kWARPS + own : 0, lane);
+                        x.load(p.operands, mine ? c * kWARPS + own : 0, lane, p.t);
                     }
                 }
                 take_pair<TYPE>(f, mine, one, count, y, lane);
@@ -263,7 +263,7 @@ struct Consumer {
         meet();
         if (k == p.first && lane == 0) mbarrier_arrive(s.read + k);
         x = Operand{};  // frees its registers until here
-        if (p.phase[k].chunks == 1) x.load(p.operands, min(own, supers - 1), lane);
+        if (p.phase[k].chunks == 1) x.load(p.operands, min(own, supers - 1), lane, p.t);
         if (warp < TOKENS) find_factor(p, s, k, warp, lane);
         trace(p, 5 * k + 4);
     }
