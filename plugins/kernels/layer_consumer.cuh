@@ -25,7 +25,6 @@ struct Consumer {
     int own;    // superblock of each chunk that is this warp's
     RingPosition at;
     int pairs, turn;  // pairs of tiles so far; where rows are not split, the warp that begins the next reduction
-    GridBarrier grid;
     Operand x;
     float4 norm[2];  // of the values that this warp quantises first, but for two to four tokens
 
@@ -246,21 +245,41 @@ struct Consumer {
         if (first) trace(p, 5 * k + 3);
     }
 
-    // All blocks' consumers.
-    __device__ __forceinline__ void meet() {
+    // More than four tokens: results of products and of the mixer that were there before product k's rows, and those
+    // rows, quantised.
+    __device__ __forceinline__ GridBarrier results(int k) {
+        return {p.sync, s.results_begun, k - p.first - 1 + p.delta_net};
+    }
+    __device__ __forceinline__ GridBarrier quantised(int k) {
+        return {p.sync + kOTHER_WORD, s.quantised_begun, k - p.first};
+    }
+    // The block's results are there; nobody waits yet.
+    __device__ __forceinline__ void say_results() {
         consumers_sync();
-        if (threadIdx.x == 0) {
-            grid.arrive();
-            grid.wait();
-        }
+        if (threadIdx.x == 0) results(kOUTPUT).arrive();
+    }
+    // The first product's, before the mixer.
+    __device__ __forceinline__ void await_results() {
+        if (threadIdx.x == 0) GridBarrier(p.sync, s.results_begun, 0).wait();
         consumers_sync();
     }
-    // More than four tokens.
+    // Only warps that quantise wait for the results of other blocks; all wait until everything is quantised.
     __device__ __forceinline__ void prepare_together(int k) {
-        const int supers = p.phase[k].supers;
+        const int supers = p.phase[k].supers, units = supers * p.t, grid = gridDim.x;
+        const bool quantises = first_unit(keep(warp)) < units;  // worked out here, not before everything else
+        if (k != p.first && quantises) {
+            if (lane == 0) results(k).wait();
+            __syncwarp();
+        }
         quantize_together<NT>(p, p.source[k], supers, warp, lane, norm);
         trace(p, 5 * k + 3);
-        meet();
+        if (warp == 0 || quantises) {
+            __syncwarp();
+            // of each block at least one, so that it has read the word before all have arrived
+            if (lane == 0) quantised(k).arrive(threadIdx.x + blockIdx.x == 0, min(max(units, grid), kWARPS * grid));
+        }
+        if (threadIdx.x == 0) quantised(k).wait();
+        consumers_sync();
         if (k == p.first && lane == 0) mbarrier_arrive(s.read + k);
         x = Operand{};  // frees its registers until here
         if (p.phase[k].chunks == 1) x.load(p.operands, min(own, supers - 1), lane, p.t);

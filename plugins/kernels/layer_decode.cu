@@ -39,7 +39,10 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
     c.begin(p.first);
     if constexpr (Consumer::kONE || !kSPLIT<TOKENS>) {
         wait_for_predecessor();
-        if (!kSPLIT<TOKENS>) c.grid = GridBarrier(p.sync);  // which the predecessor may have used
+        if (!kSPLIT<TOKENS> && threadIdx.x == 0) {  // the predecessor may have used them
+            s.results_begun = GridBarrier(p.sync).bit;
+            s.quantised_begun = GridBarrier(p.sync + kOTHER_WORD).bit;
+        }
         trace(p, 1);
     }
 #pragma unroll 1
@@ -50,12 +53,13 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
         if (k == p.last) break;
         c.begin(k + 1);
         if (k == p.first) mbarrier_wait(&s.all_clear, 0);
-        if constexpr (!kSPLIT<TOKENS>) c.meet();
+        if constexpr (!kSPLIT<TOKENS>) c.say_results();
         if (k == p.first) trace(p, 6);
         if (k == kINPUT && p.delta_net) {
+            if constexpr (!kSPLIT<TOKENS>) c.await_results();
             DeltaBlock<TOKENS>(p, s.window, *reinterpret_cast<DeltaShared<TOKENS>*>(scratch)).run(warp, lane);
             trace(p, 22);
-            if constexpr (!kSPLIT<TOKENS>) c.meet();
+            if constexpr (!kSPLIT<TOKENS>) c.say_results();
         }
     }
     if constexpr (kSPLIT<TOKENS>) c.await_adders();

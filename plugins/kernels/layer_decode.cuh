@@ -72,26 +72,31 @@ __device__ __forceinline__ void trace_value([[maybe_unused]] const LayerParams& 
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kTHREADS) : "memory"); }
 
-// One thread of every block. What a block wrote before is visible after to loads that bypass L1 (ld.cg).
+constexpr int kOTHER_WORD = 32;  // of `sync`, a line of its own
+
+// What was written before an arrival is visible, after, to loads that bypass L1 (ld.cg). begun: its bit when the launch
+// began, of which this is barrier `before` at the word, from 0 on.
 struct GridBarrier {
     uint32_t* word;
     uint32_t bit;
-    GridBarrier() = default;
+    __device__ GridBarrier(uint32_t* at, uint32_t begun, int before) : word(at), bit(begun ^ before << 31) {}
     __device__ explicit GridBarrier(uint32_t* at) : word(at) {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bit) : "l"(word) : "memory");
         bit &= 0x80000000u;
     }
-    // The last of gridDim.x arrivals turns the top bit, whatever it was: nothing to reset between launches.
-    __device__ __forceinline__ void arrive() {
-        const uint32_t add = blockIdx.x ? 1 : 0x80000000u - (gridDim.x - 1);
+    // The last of `count` arrivals turns the top bit, whatever it was: nothing to reset between launches. One of them,
+    // the same every time, has `first`.
+    __device__ __forceinline__ void arrive(bool first, int count) {
+        const uint32_t add = first ? 0x80000000u - (count - 1) : 1;
         asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(add) : "memory");
     }
+    // One thread of every block.
+    __device__ __forceinline__ void arrive() { arrive(blockIdx.x == 0, gridDim.x); }
     __device__ __forceinline__ void wait() {
         uint32_t now;
         do {
             asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
         } while ((now & 0x80000000u) == bit);
-        bit ^= 0x80000000u;
     }
 };
 

@@ -6,7 +6,6 @@
 namespace nextn {
 
 constexpr int kADDERS = 2, kCLEANERS = 3;
-constexpr int kCLEAR_WORD = 32;  // of `sync`, a line of its own
 
 // Pairs of tiles, or of gate and up, of a segment in the order in which all warps take them; of two blocks that share
 // tiles, those of the first.
@@ -176,7 +175,7 @@ __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShare
     if (lane) return;
     if (FLOWS) {
         mbarrier_wait(&s.own_clear, 0);
-        GridBarrier all(p.sync + kCLEAR_WORD);
+        GridBarrier all(p.sync + kOTHER_WORD);
         all.arrive();
         all.wait();
     }
