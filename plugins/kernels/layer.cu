@@ -20,7 +20,7 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.mixer_width = has_attention(p) ? static_cast<int64_t>(p.attention.heads) * p.attention.head_dim
                                      : static_cast<int64_t>(p.delta_net.v_heads) * p.delta_net.head_dim;
     w.input = rows(w.input_width);
-    w.row_squares = rows(16);
+    w.row_squares = rows(2 * 16);
     // from here on in the order of use: the persistent kernel clears what it has not used yet
     w.mixer = rows(w.mixer_width);
     w.squares = rows(4 * p.delta_net.v_heads);
@@ -33,6 +33,7 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.widest = max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n);
     w.matmul_bytes = nextn_matmul_workspace(p.t, w.widest);
     w.matmul_work = take(w.matmul_bytes);
+    w.other_operands = take(p.t <= NEXTN_MAX_DECODE_T ? w.matmul_bytes : 0);
     return w;
 }
 

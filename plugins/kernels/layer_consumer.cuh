@@ -166,7 +166,7 @@ struct Consumer {
                         }
                         load_slot(slot_of(k, c), one, own & 1, lane);
                     } else {
-                        x.load(p.operands, mine ? c * kWARPS + own : 0, lane, p.t);
+                        x.load(p.operands[k & 1], mine ? c * kWARPS + own : 0, lane, p.t);
                     }
                 }
                 take_pair<TYPE>(f, mine, one, count, y, lane);
@@ -176,7 +176,7 @@ struct Consumer {
             } else {
                 const int place = (warp - turn) & (kWARPS - 1);
                 turn += ((!g.second && count == 2 ? 2 : 1) * kTILE_ROWS * p.t + 31) / 32;
-                store_results<TOKENS, NT>(p, s, s.partial[pairs & 1], f, g, u, count, own, place, lane, y);
+                store_results<TOKENS, NT>(p, s, s.partial[pairs & 1], k, g, u, count, own, place, lane, y);
             }
         }
     }
@@ -245,33 +245,16 @@ struct Consumer {
         if (first) trace(p, 5 * k + 3);
     }
 
-    // More than four tokens: results of products and of the mixer that were there before product k's rows, and those
-    // rows, quantised.
-    __device__ __forceinline__ GridBarrier results(int k) {
-        return {p.sync, s.results_begun, k - p.first - 1 + p.delta_net};
-    }
+    // More than four tokens: product k's rows, quantised.
     __device__ __forceinline__ GridBarrier quantised(int k) {
-        return {p.sync + kOTHER_WORD, s.quantised_begun, k - p.first};
+        return {p.sync, s.quantised_begun, static_cast<uint32_t>(k - p.first)};
     }
-    // The block's results are there; nobody waits yet.
-    __device__ __forceinline__ void say_results() {
-        consumers_sync();
-        if (threadIdx.x == 0) results(kOUTPUT).arrive();
-    }
-    // The first product's, before the mixer.
-    __device__ __forceinline__ void await_results() {
-        if (threadIdx.x == 0) GridBarrier(p.sync, s.results_begun, 0).wait();
-        consumers_sync();
-    }
-    // Only warps that quantise wait for the results of other blocks; all wait until everything is quantised.
+    // Only warps that quantise wait for results of other blocks; all wait until everything is quantised. Operands of
+    // the product before may still be on their way to registers, those of the one before that are not.
     __device__ __forceinline__ void prepare_together(int k) {
         const int supers = p.phase[k].supers, units = supers * p.t, grid = gridDim.x;
         const bool quantises = first_unit(keep(warp)) < units;  // worked out here, not before everything else
-        if (k != p.first && quantises) {
-            if (lane == 0) results(k).wait();
-            __syncwarp();
-        }
-        quantize_together<NT>(p, p.source[k], supers, warp, lane, norm);
+        quantize_together<NT>(p, k, supers, warp, lane, norm);
         trace(p, 5 * k + 3);
         if (warp == 0 || quantises) {
             __syncwarp();
@@ -280,9 +263,12 @@ struct Consumer {
         }
         if (threadIdx.x == 0) quantised(k).wait();
         consumers_sync();
-        if (k == p.first && lane == 0) mbarrier_arrive(s.read + k);
+        if (k == p.first) {
+            if (lane == 0) mbarrier_arrive(s.read + k);
+            mbarrier_wait(&s.own_clear, 0);
+        }
         x = Operand{};  // frees its registers until here
-        if (p.phase[k].chunks == 1) x.load(p.operands, min(own, supers - 1), lane, p.t);
+        if (p.phase[k].chunks == 1) x.load(p.operands[k & 1], min(own, supers - 1), lane, p.t);
         if (warp < TOKENS) find_factor(p, s, k, warp, lane);
         trace(p, 5 * k + 4);
     }

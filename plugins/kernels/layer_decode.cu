@@ -39,10 +39,7 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
     c.begin(p.first);
     if constexpr (Consumer::kONE || !kSPLIT<TOKENS>) {
         wait_for_predecessor();
-        if (!kSPLIT<TOKENS> && threadIdx.x == 0) {  // the predecessor may have used them
-            s.results_begun = GridBarrier(p.sync).bit;
-            s.quantised_begun = GridBarrier(p.sync + kOTHER_WORD).bit;
-        }
+        if (!kSPLIT<TOKENS> && threadIdx.x == 0) s.quantised_begun = GridBarrier(p.sync).bit;  // of the predecessor
         trace(p, 1);
     }
 #pragma unroll 1
@@ -53,13 +50,10 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
         if (k == p.last) break;
         c.begin(k + 1);
         if (k == p.first) mbarrier_wait(&s.all_clear, 0);
-        if constexpr (!kSPLIT<TOKENS>) c.say_results();
         if (k == p.first) trace(p, 6);
         if (k == kINPUT && p.delta_net) {
-            if constexpr (!kSPLIT<TOKENS>) c.await_results();
             DeltaBlock<TOKENS>(p, s.window, *reinterpret_cast<DeltaShared<TOKENS>*>(scratch)).run(warp, lane);
             trace(p, 22);
-            if constexpr (!kSPLIT<TOKENS>) c.say_results();
         }
     }
     if constexpr (kSPLIT<TOKENS>) c.await_adders();
@@ -81,7 +75,7 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
             mbarrier_init(s.empty + i, kWARPS);
         }
         for (uint64_t& each : s.read) mbarrier_init(&each, TOKENS == 1 ? kWARPS / kCLUSTER : kWARPS);
-        mbarrier_init(&s.own_clear, kSPLIT<TOKENS> ? kCLEANERS : 1);
+        mbarrier_init(&s.own_clear, kCLEANERS);
         mbarrier_init(&s.all_clear, 1);
         s.reading = 0;
         for (int i = 0; i < kBUFFERS<TOKENS>; ++i) {
@@ -99,7 +93,7 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
             // what the consumers need first would queue up behind the weights
             if (!kSPLIT<TOKENS>) mbarrier_wait(s.read + p.first, 0);
             bring_weights(p, s, smem_address(ring), rank);
-        } else if (kSPLIT<TOKENS> || warp == kWARPS + 1) {
+        } else {
             wait_for_predecessor();
             clear_and_fetch(p, s, warp - kWARPS - 1, lane);
             if constexpr (kSPLIT<TOKENS>)
@@ -220,8 +214,10 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart
     q.source[kOUTPUT] = {w.mixer, w.mixer_width, nullptr, q.delta_net ? w.squares : nullptr};
     q.source[kGATE_UP] = {w.residual, p.d, p.ffn_norm, nullptr};
     q.source[kDOWN] = {w.ffn, p.gate.n, nullptr, nullptr};
-    q.operands = matmul_workspace(w.matmul_work, p.t, w.widest).quantized;
-    q.row_squares = w.row_squares;
+    q.operands[0] = matmul_workspace(w.matmul_work, p.t, w.widest).quantized;
+    q.operands[1] = matmul_workspace(w.other_operands, p.t, w.widest).quantized;
+    q.row_squares[0] = w.row_squares;
+    q.row_squares[1] = w.row_squares + static_cast<int64_t>(p.t) * kWARPS;
     // what this launch writes and reads, but for the first product's results
     q.floats = range(q.first == kINPUT ? w.mixer : w.ffn, w.ffn + p.t * static_cast<int64_t>(p.gate.n));
     q.delta = delta;

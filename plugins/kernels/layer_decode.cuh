@@ -5,8 +5,8 @@
 //   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh), and two blocks share tiles
 //                      (layer_cluster.cuh): of every chunk of 16 superblocks one has the first half, the other the
 //                      rest, and a consumer warp has one of these superblocks of one of two tiles
-//   more               phases separated by grid barriers (layer_eight.cuh); a consumer warp has one superblock of each
-//                      chunk of every tile
+//   more               blocks quantise rows together as they come, and meet before each product (layer_eight.cuh); a
+//                      consumer warp has one superblock of each chunk of every tile
 // Every choice that fixes the order of a sum follows from the layer, never from t.
 #pragma once
 #include "layer_parts.cuh"
@@ -36,9 +36,11 @@ struct ClearRange {
 struct LayerParams {
     Phase phase[kPHASES];
     RowSource source[kPHASES];
-    QuantizedRows operands;    // more than four tokens: rows of the product at hand, quantised by all blocks together
-    float* row_squares;        // their sums of x^2 by superblock, [t][kWARPS]
-    ClearRange floats;         // up to four: to be cleared, see layer_flow.cuh
+    // More than four tokens: rows of even and of odd products, quantised by all blocks together, and their sums of x^2
+    // by superblock, [t][kWARPS]
+    QuantizedRows operands[2];
+    float* row_squares[2];
+    ClearRange floats;         // to be cleared, see layer_flow.cuh
     NextnGatedDeltaNet delta;  // rows and y set
     float* squares;
     uint32_t* sync;
@@ -79,7 +81,7 @@ constexpr int kOTHER_WORD = 32;  // of `sync`, a line of its own
 struct GridBarrier {
     uint32_t* word;
     uint32_t bit;
-    __device__ GridBarrier(uint32_t* at, uint32_t begun, int before) : word(at), bit(begun ^ before << 31) {}
+    __device__ GridBarrier(uint32_t* at, uint32_t begun, uint32_t before) : word(at), bit(begun ^ before << 31) {}
     __device__ explicit GridBarrier(uint32_t* at) : word(at) {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bit) : "l"(word) : "memory");
         bit &= 0x80000000u;

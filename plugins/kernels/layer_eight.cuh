@@ -1,6 +1,6 @@
 // What the persistent layer kernel does otherwise for more than four tokens: all blocks quantise a product's rows
-// together, and meet before they load them as operands and after the product. A block has whole rows of its tiles, and
-// its consumer warps add up their sums.
+// together, when they are there (layer_flow.cuh), and meet before they load them as operands. A block has whole rows of
+// its tiles, and its consumer warps add up their sums.
 #pragma once
 #include "layer_rows.cuh"
 #include "layer_shared.cuh"
@@ -15,22 +15,26 @@ __device__ __forceinline__ int first_unit(int warp) {
 
 // norm: of the first superblock.
 template <int NT>
-__device__ __forceinline__ void quantize_together(const LayerParams& p, const RowSource& s, int supers, int warp,
-                                                  int lane, float4 (&norm)[2]) {
+__device__ __forceinline__ void quantize_together(const LayerParams& p, int k, int supers, int warp, int lane,
+                                                  float4 (&norm)[2]) {
+    const RowSource& s = p.source[k];
+    const QuantizedRows& to = p.operands[k & 1];
     const int first = first_unit(warp);
 #pragma unroll 1
     for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
         const int superblock = i % supers, token = i / supers;
         float4 v[2], squares = {};
-        request_values(s, token, superblock, lane, v);
         if (s.norm && i != first) load_norm(s, superblock, lane, norm);
-        if (s.squares) squares = load_now4(head_squares(p, s, token, 2 * superblock + (lane >> 4)));
+        do {
+            request_values(s, token, superblock, lane, v);
+            if (s.squares) squares = load_now4(head_squares(p, s, token, 2 * superblock + (lane >> 4)));
+        } while (k != p.first && __any_sync(~0u, absent(v[0]) || absent(v[1]) || absent(squares)));
         const float sum = scale_values(p, s, v, norm, squares);
         const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
-        const float scale = quantize_superblock(v, p.operands, slot, token % kGroupTokens, lane);
+        const float scale = quantize_superblock(v, to, slot, token % kGroupTokens, lane);
         if (lane == 0) {
-            p.operands.scale[slot * kGroupTokens + token % kGroupTokens] = scale;
-            if (s.norm) p.row_squares[token * kWARPS + superblock] = sum;
+            to.scale[slot * kGroupTokens + token % kGroupTokens] = scale;
+            if (s.norm) p.row_squares[k & 1][token * kWARPS + superblock] = sum;
         }
     }
 }
@@ -40,7 +44,7 @@ template <int TOKENS>
 __device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TOKENS>& s, int k, int warp, int lane) {
     const int supers = p.phase[k].supers, token = min(warp, p.t - 1);  // absent tokens repeat the last one
     float total = 0.0f;
-    if (p.source[k].norm && lane < supers) total = __ldcg(p.row_squares + token * kWARPS + lane);
+    if (p.source[k].norm && lane < supers) total = __ldcg(p.row_squares[k & 1] + token * kWARPS + lane);
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) total = __fadd_rn(total, __shfl_xor_sync(~0u, total, d));  // as sum_of
     if (lane == 0) s.factor[warp] = p.source[k].norm ? rms_factor(total, supers * kSUPER, p.eps) : 1.0f;
@@ -50,8 +54,9 @@ __device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TO
 // partial: [superblock's place][tile][token][row], this warp's sums not in it yet.
 template <int TOKENS, int NT>
 __device__ __forceinline__ void store_results(const LayerParams& p, const LayerShared<TOKENS>& s, float* partial,
-                                              const Phase& f, const Segment& g, int u, int count, int own, int place,
-                                              int lane, const float (&y)[kPAIR][NT][2]) {
+                                              int k, const Segment& g, int u, int count, int own, int place, int lane,
+                                              const float (&y)[kPAIR][NT][2]) {
+    const Phase& f = p.phase[k];
     constexpr int kWARP = kWARP_FLOATS<TOKENS>, kTILE = kWARP / kPAIR;
     float* mine = partial + own * kWARP + (lane & 3) * kTILE_ROWS + (lane >> 2);
 #pragma unroll
@@ -71,7 +76,10 @@ __device__ __forceinline__ void store_results(const LayerParams& p, const LayerS
         from = i * kTILE + token * kTILE_ROWS + row;
         at = token * f.ldy + n;
         stored = token < p.t && n < g.n;
-        if (f.residual && stored) residual = __ldcg(f.residual + at);
+        if (f.residual && stored) {
+            residual = load_now(f.residual + at);
+            if (k == kDOWN) await(f.residual + at, residual);
+        }
     }
     // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after it has
     // read this one's sums.

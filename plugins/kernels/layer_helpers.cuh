@@ -1,5 +1,5 @@
 // The warps of the persistent layer kernel that do not multiply: one brings weights; three clear what the blocks pass
-// to each other where rows flow, of which one fetches old windows and two then add up the consumers' partial sums.
+// to each other, of which one fetches old windows and two then add up the consumers' partial sums.
 #pragma once
 #include "layer_consumer.cuh"
 
@@ -154,12 +154,10 @@ struct Adder {
 };
 
 // What must be done before the first product's results can be used. Old windows, which blocks share, have been read by
-// all before any of them is overwritten: where rows do not flow the grid barrier sees to that. Where they do, the
-// memory is clear (see layer_flow.cuh). One of kCLEANERS warps.
+// all before any of them is overwritten, and memory is clear (see layer_flow.cuh). One of kCLEANERS warps.
 template <int TOKENS>
 __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShared<TOKENS>& s, int cleaner, int lane) {
-    constexpr bool FLOWS = kSPLIT<TOKENS>;
-    if (FLOWS && p.first < p.last) {
+    if (p.first < p.last) {
         clear_own_tiles(p, 32 * cleaner + lane, 32 * kCLEANERS);
         clear(p.floats, 32 * cleaner + lane, 32 * kCLEANERS);
     }
@@ -167,18 +165,16 @@ __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShare
     if (lane == 0) mbarrier_arrive(&s.own_clear);
     if (p.first == p.last || cleaner) return;
     if (p.delta_net) {
-        if (FLOWS) mbarrier_wait(s.read + p.first, 0);  // rows would come behind what memory must bring
+        mbarrier_wait(s.read + p.first, 0);  // rows would come behind what memory must bring
         fetch_windows(p, s.window, lane);
         cp_async_wait<0>();
         __syncwarp();
     }
     if (lane) return;
-    if (FLOWS) {
-        mbarrier_wait(&s.own_clear, 0);
-        GridBarrier all(p.sync + kOTHER_WORD);
-        all.arrive();
-        all.wait();
-    }
+    mbarrier_wait(&s.own_clear, 0);
+    GridBarrier all(p.sync + kOTHER_WORD);
+    all.arrive();
+    all.wait();
     mbarrier_arrive(&s.all_clear);
 }
 

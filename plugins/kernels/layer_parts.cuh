@@ -11,7 +11,7 @@ struct LayerWorkspace {
     float *squares, *row_squares;           // persistent kernel: of the delta net's outputs, of a product's rows
     int64_t input_width, mixer_width;
     int widest;
-    void *mixer_work, *matmul_work;
+    void *mixer_work, *matmul_work, *other_operands;  // the last: of every other product, more than four tokens
     size_t mixer_bytes, matmul_bytes, bytes;
 };
 LayerWorkspace layer_workspace(void* base, const NextnLayer& layer);

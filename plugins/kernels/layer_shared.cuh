@@ -38,7 +38,7 @@ struct LayerShared {
     uint64_t read[kPHASES];         // the block has read a product's rows (of its first chunk)
     uint64_t own_clear, all_clear;  // see clear_and_fetch
     int reading;                    // warps that read rows now
-    uint32_t results_begun, quantised_begun;  // see GridBarrier; where rows are not split
+    uint32_t quantised_begun;       // see GridBarrier; where rows are not split
 };
 
 __device__ __forceinline__ float swiglu(float gate, float up) {
