@@ -62,20 +62,21 @@ __device__ __forceinline__ void fetch_windows(const LayerParams& p, DeltaWindow&
     prefetch_steps<kGDN_DIM>(g, slot, h, column0, lane);
 }
 
-// A warp has 32 rows of 8 columns of the state, a lane 8 rows of one: accesses are whole sectors, and a sum over the
-// rows is two shuffles and one exchange among the four warps of the same columns.
+// The last four warps have the state, a lane 32 rows of one column: of all ways to deal it out the one with the least
+// instructions, of which all warps together would take more time than these four take one after the other.
 template <int MAX_T>
 struct DeltaBlock {
-    static constexpr int kBEFORE = kGDN_KERNEL - 1, kROWS = 8;
+    static constexpr int kBEFORE = kGDN_KERNEL - 1, kROWS = 32, kSTATE_WARPS = kGDN_DIM / kROWS;
+    static constexpr int kGATE_WARPS = kWARPS - kSTATE_WARPS - kGDN_CHANNELS / 32;
+    static_assert(kGDN_COLUMNS == 32, "a lane has a column");
 
     const LayerParams& p;
     const NextnGatedDeltaNet& g;
     DeltaWindow& old;
     DeltaShared<MAX_T>& s;
     int h, column0, slot;
-    int quarter, group, row0, column;  // of the state
+    int row0, column;      // of the state
     bool active;
-    float state[kROWS];
 
     __device__ __forceinline__ DeltaBlock(const LayerParams& params, DeltaWindow& before,
                                           DeltaShared<MAX_T>& shared)
@@ -85,10 +86,8 @@ struct DeltaBlock {
         active = unit < g.v_heads * kGDN_PARTS;
         h = unit / kGDN_PARTS;
         column0 = unit % kGDN_PARTS * kGDN_COLUMNS;
-        quarter = warp & 3;
-        group = warp >> 2;
-        row0 = 32 * quarter + kROWS * (lane >> 3);
-        column = 8 * group + (lane & 7);
+        row0 = kROWS * (warp - (kWARPS - kSTATE_WARPS));
+        column = lane;
     }
     __device__ __forceinline__ int64_t channels() const {
         return (2 * g.k_heads + g.v_heads) * static_cast<int64_t>(kGDN_DIM);
@@ -101,7 +100,7 @@ struct DeltaBlock {
     }
     __device__ __forceinline__ int slot_of(int t) const { return MAX_T == 1 ? 0 : slot_after(g, t); }
 
-    __device__ __forceinline__ void request_state() {
+    __device__ __forceinline__ void request_state(float (&state)[kROWS]) const {
         const float* from = state_in_pool();
 #pragma unroll
         for (int i = 0; i < kROWS; ++i) state[i] = __ldcg(from + i * kGDN_DIM);
@@ -116,28 +115,25 @@ struct DeltaBlock {
         }
         cp_async_commit();
     }
-    // From the state in slot 0 to the one that this pass starts from; the first steps have been fetched. More are only
-    // needed of slots that this pass does not write.
-    __device__ __forceinline__ void take_steps() {
-#pragma unroll 1
-        for (int first = 1;;) {
-#pragma unroll 1
-            for (int j = 0; j < min(slot - first + 1, s.kSTEPS); ++j) {
-                const float* step = s.steps[j];
-                const float u = step[kGDN_DIM + column], decay = step[kGDN_DIM + kGDN_COLUMNS];
-                float k[kROWS];
+    // The state after a step; k: of this warp's rows.
+    static __device__ __forceinline__ void advance(float (&state)[kROWS], const float* k, float u, float decay) {
 #pragma unroll
-                for (int i = 0; i < kROWS; i += 4)
-                    *reinterpret_cast<float4*>(k + i) = *reinterpret_cast<const float4*>(step + row0 + i);
-#pragma unroll
-                for (int i = 0; i < kROWS; ++i) state[i] = after_step(state[i], k[i], u, decay);
-            }
-            first += s.kSTEPS;
-            if (first > slot) return;
-            consumers_sync();
-            fetch_steps(first);
-            cp_async_wait<0>();
-            consumers_sync();
+        for (int i = 0; i < kROWS; i += 4) {
+            const float4 of = *reinterpret_cast<const float4*>(k + i);
+            state[i] = after_step(state[i], of.x, u, decay);
+            state[i + 1] = after_step(state[i + 1], of.y, u, decay);
+            state[i + 2] = after_step(state[i + 2], of.z, u, decay);
+            state[i + 3] = after_step(state[i + 3], of.w, u, decay);
+        }
+    }
+
+    // The first n of the steps that have been fetched. They lead from the state in slot 0 to the one that this pass
+    // starts from; more than fit are only needed of slots that this pass does not write.
+    __device__ __forceinline__ void take_steps(float (&state)[kROWS], int n) {
+#pragma unroll 1
+        for (int j = 0; j < n; ++j) {
+            const float* step = s.steps[j];
+            advance(state, step + row0, step[kGDN_DIM + column], step[kGDN_DIM + kGDN_COLUMNS]);
         }
     }
 
@@ -199,39 +195,38 @@ struct DeltaBlock {
         if (lane == 0) *kept.decay() = s.gates[t].decay;
     }
 
-    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q): both sums use the old state.
-    __device__ __forceinline__ void step(int t, int lane) {
-        float k[kROWS], q[kROWS], sk = 0.0f, sq = 0.0f;
+    // Of this warp's rows: the state times v, summed up over 8 rows each, then over pairs of these, then all.
+    static __device__ __forceinline__ float product(const float (&state)[kROWS], const float* v) {
+        float sum[4] = {};
 #pragma unroll
         for (int i = 0; i < kROWS; i += 4) {
-            *reinterpret_cast<float4*>(k + i) = *reinterpret_cast<const float4*>(&s.k[t][row0 + i]);
-            *reinterpret_cast<float4*>(q + i) = *reinterpret_cast<const float4*>(&s.q[t][row0 + i]);
+            const float4 of = *reinterpret_cast<const float4*>(v + i);
+            float& to = sum[i / 8];
+            to = __fmaf_rn(state[i], of.x, to);
+            to = __fmaf_rn(state[i + 1], of.y, to);
+            to = __fmaf_rn(state[i + 2], of.z, to);
+            to = __fmaf_rn(state[i + 3], of.w, to);
         }
-#pragma unroll
-        for (int i = 0; i < kROWS; ++i) {
-            sk = __fmaf_rn(state[i], k[i], sk);
-            sq = __fmaf_rn(state[i], q[i], sq);
-        }
-#pragma unroll
-        for (int d = 8; d < 32; d <<= 1) {
-            sk = __fadd_rn(sk, __shfl_xor_sync(~0u, sk, d));
-            sq = __fadd_rn(sq, __shfl_xor_sync(~0u, sq, d));
-        }
+        return __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+    }
+
+    // S' = g S + k u, u = rate (v - g S^T k); o = S'^T q = g S^T q + u (k.q): both sums use the old state.
+    __device__ __forceinline__ void step(float (&state)[kROWS], int t) {
+        s.partials[t & 1][row0 / kROWS][column] = make_float2(product(state, s.k[t] + row0), product(state, s.q[t] + row0));
         const Gates gate = s.gates[t];
-        if (lane < 8) s.partials[t & 1][quarter][column] = make_float2(sk, sq);
-        asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");  // two buffers: one barrier a token is enough
+        // two buffers: one barrier a token is enough
+        asm volatile("bar.sync 2, %0;" ::"n"(32 * kSTATE_WARPS) : "memory");
         float k_sum = 0.0f, q_sum = 0.0f;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
+        for (int r = 0; r < kSTATE_WARPS; ++r) {
             const float2 f = s.partials[t & 1][r][column];
             k_sum = __fadd_rn(k_sum, f.x);
             q_sum = __fadd_rn(q_sum, f.y);
         }
         const float u = __fmul_rn(gate.rate, __fmaf_rn(-gate.decay, k_sum, s.v[t][column]));
-#pragma unroll
-        for (int i = 0; i < kROWS; ++i) state[i] = after_step(state[i], k[i], u, gate.decay);
+        advance(state, s.k[t] + row0, u, gate.decay);
         const int to = slot_of(t);
-        if (quarter == 0 && lane < 8) {
+        if (row0 == 0) {
             s.o[t][column] = __fmaf_rn(u, s.kq[t], __fmul_rn(gate.decay, q_sum));
             if (to > 0) *step_of(to).u(column) = u;
         }
@@ -247,37 +242,89 @@ struct DeltaBlock {
         return v;
     }
 
+    // By kGATE_WARPS warps that convolve nothing.
+    __device__ __forceinline__ void read_gate(int first, int lane) {
+        constexpr int kROUNDS = (MAX_T + kGATE_WARPS - 1) / kGATE_WARPS;
+        const float* from = g.z + h * kGDN_DIM + column0 + lane;
+        const float weight = __ldg(g.norm_weight + column0 + lane);
+        float z[kROUNDS];
+#pragma unroll
+        for (int r = 0; r < kROUNDS; ++r) {
+            const int t = first + r * kGATE_WARPS;
+            z[r] = t < p.t ? load_now(from + t * g.ld_z) : 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < kROUNDS; ++r) {
+            const int t = first + r * kGATE_WARPS;
+            await(from + t * g.ld_z, z[r]);
+            if (t < p.t) s.gate[t][lane] = __fmul_rn(weight, silu(z[r]));
+        }
+    }
+
+    // Steps beyond those that fit in `s`, by all warps: `take` after each lot but the last.
+    template <typename F>
+    __device__ __forceinline__ void fetch_more_steps(const F& take) {
+        for (int first = 1; first + s.kSTEPS <= slot; first += s.kSTEPS) {
+            take(first);
+            consumers_sync();
+            fetch_steps(first + s.kSTEPS);
+            cp_async_wait<0>();
+            consumers_sync();
+        }
+    }
+
+    // Two programs with the same barriers: registers of the state are those of its warps alone.
     __device__ __forceinline__ void run(int warp, int lane) {
         if (!active) return;  // the whole block
-        request_state();
-        consumers_sync();  // `s` may have been something else's
+        consumers_sync();     // `s` may have been something else's
         if (slot > 0) fetch_steps(1);
-        if (threadIdx.x < kGDN_CHANNELS) conv();
-        if (warp == kWARPS - 1 && lane < p.t)
-            s.gates[lane] = gates_of(g, read(g.alpha + lane * g.ld_gate + h), read(g.beta + lane * g.ld_gate + h), h);
-        const int i = threadIdx.x - 320;  // warps that convolve nothing
-        if (i >= 0 && i < 128)
-            for (int j = i; j < p.t * kGDN_COLUMNS; j += 128) {
-                const int t = j / kGDN_COLUMNS, c = j % kGDN_COLUMNS;
-                const float z = read(g.z + t * g.ld_z + h * kGDN_DIM + column0 + c);
-                s.gate[t][c] = __fmul_rn(__ldg(g.norm_weight + column0 + c), silu(z));
-            }
+        if (warp >= kWARPS - kSTATE_WARPS)
+            run_state();
+        else
+            run_others(warp, lane);
+        consumers_sync();  // `s` may become something else's
+    }
+
+    __device__ __forceinline__ void run_state() {
+        float state[kROWS];
+        request_state(state);
+        if (row0 == 0 && column < p.t) {
+            const float alpha = read(g.alpha + column * g.ld_gate + h), beta = read(g.beta + column * g.ld_gate + h);
+            s.gates[column] = gates_of(g, alpha, beta, h);
+        }
         if (slot < 0)
 #pragma unroll
             for (int j = 0; j < kROWS; ++j) state[j] = 0.0f;
         cp_async_wait<0>();
         consumers_sync();
-        if (warp < p.t) normalise(warp, lane);
-        if (slot > 0) take_steps();
+        int first = 1;
+        fetch_more_steps([&](int from) {
+            take_steps(state, s.kSTEPS);
+            first = from + s.kSTEPS;
+        });
+        take_steps(state, slot - first + 1);
         consumers_sync();
-        for (int t = 0; t < p.t; ++t) step(t, lane);
+#pragma unroll 1
+        for (int t = 0; t < p.t; ++t) step(state, t);
+        consumers_sync();
+    }
+
+    __device__ __forceinline__ void run_others(int warp, int lane) {
+        if (threadIdx.x < kGDN_CHANNELS)
+            conv();
+        else
+            read_gate(warp - kGDN_CHANNELS / 32, lane);
+        cp_async_wait<0>();
+        consumers_sync();
+        if (warp < p.t) normalise(warp, lane);
+        fetch_more_steps([](int) {});
+        consumers_sync();
         consumers_sync();
         if (warp < p.t) {
             const float o = s.o[warp][lane], sum = warp_sum(__fmul_rn(o, o));
             g.y[warp * g.ld_y + h * kGDN_DIM + column0 + lane] = __fmul_rn(o, s.gate[warp][lane]);
             if (lane == 0) p.squares[(warp * g.v_heads + h) * kGDN_PARTS + column0 / kGDN_COLUMNS] = sum;
         }
-        consumers_sync();  // `s` may become something else's
     }
 };
 

@@ -23,13 +23,9 @@ __device__ __forceinline__ void quantize_together(const LayerParams& p, int k, i
 #pragma unroll 1
     for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
         const int superblock = i % supers, token = i / supers;
-        float4 v[2], squares = {};
+        float4 v[2];
         if (s.norm && i != first) load_norm(s, superblock, lane, norm);
-        do {
-            request_values(s, token, superblock, lane, v);
-            if (s.squares) squares = load_now4(head_squares(p, s, token, 2 * superblock + (lane >> 4)));
-        } while (k != p.first && __any_sync(~0u, absent(v[0]) || absent(v[1]) || absent(squares)));
-        const float sum = scale_values(p, s, v, norm, squares);
+        const float sum = take_values(p, k, token, superblock, lane, norm, nullptr, v);
         const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
         const float scale = quantize_superblock(v, to, slot, token % kGroupTokens, lane);
         if (lane == 0) {
