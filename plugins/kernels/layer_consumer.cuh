@@ -263,13 +263,14 @@ struct Consumer {
         }
         if (threadIdx.x == 0) quantised(k).wait();
         consumers_sync();
-        if (k == p.first) {
-            if (lane == 0) mbarrier_arrive(s.read + k);
-            mbarrier_wait(&s.own_clear, 0);
-        }
+        if (k == p.first) mbarrier_wait(&s.own_clear, 0);
         x = Operand{};  // frees its registers until here
         if (p.phase[k].chunks == 1) x.load(p.operands[k & 1], min(own, supers - 1), lane, p.t);
         if (warp < TOKENS) find_factor(p, s, k, warp, lane);
+        if (k == p.first) {  // more weights would come before the operands
+            asm volatile("" ::"r"(x.frag[0][3]), "r"(x.frag[0][15]), "r"(x.frag[NT - 1][3]), "r"(x.frag[NT - 1][15]));
+            if (lane == 0) mbarrier_arrive(s.read + k);
+        }
         trace(p, 5 * k + 4);
     }
 

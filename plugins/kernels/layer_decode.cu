@@ -90,8 +90,6 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
     if (warp >= kWARPS) {
         fewer_registers<kHELPER_REGISTERS<TOKENS>>();
         if (warp == kWARPS) {
-            // what the consumers need first would queue up behind the weights
-            if (!kSPLIT<TOKENS>) mbarrier_wait(s.read + p.first, 0);
             bring_weights(p, s, smem_address(ring), rank);
         } else {
             wait_for_predecessor();

@@ -29,6 +29,8 @@ constexpr int kIN_FLIGHT = 2;
 // Stages of a product that are brought before the block has read its rows, one less than there are at most: more would
 // keep these from coming.
 constexpr int kEARLY = 3;
+// The same of the first product of more than four tokens, of which all blocks read more.
+constexpr int kEARLY_OF_FIRST = 1;
 
 // Several tokens' rows have the way to themselves.
 __device__ __forceinline__ void wait_while_reading(volatile const int& warps) {
@@ -52,6 +54,7 @@ __device__ __forceinline__ void bring_weights(const LayerParams& p, LayerShared<
                 }
                 if (kSPLIT<TOKENS> && k != p.first && early++ == min(kEARLY, p.stages - 1))
                     mbarrier_wait(s.read + k, 0);
+                if (!kSPLIT<TOKENS> && issued == kEARLY_OF_FIRST) mbarrier_wait(s.read + k, 0);
                 if (issued++ >= kIN_FLIGHT) {
                     mbarrier_wait(s.full + landed.stage, landed.phase);
                     landed.next(p.stages);
