@@ -54,7 +54,7 @@ __device__ __forceinline__ void bring_weights(const LayerParams& p, LayerShared<
                 }
                 if (kSPLIT<TOKENS> && k != p.first && early++ == min(kEARLY, p.stages - 1))
                     mbarrier_wait(s.read + k, 0);
-                if (!kSPLIT<TOKENS> && issued == kEARLY_OF_FIRST) mbarrier_wait(s.read + k, 0);
+                if (!kSPLIT<TOKENS> && issued == kEARLY_OF_FIRST) mbarrier_wait(s.read + p.first, 0);
                 if (issued++ >= kIN_FLIGHT) {
                     mbarrier_wait(s.full + landed.stage, landed.phase);
                     landed.next(p.stages);
