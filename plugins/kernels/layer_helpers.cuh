@@ -30,7 +30,7 @@ constexpr int kIN_FLIGHT = 2;
 // keep these from coming.
 constexpr int kEARLY = 3;
 // The same of the first product of more than four tokens, of which all blocks read more.
-constexpr int kEARLY_OF_FIRST = 1;
+constexpr int kEARLY_OF_FIRST = 2;
 
 // Several tokens' rows have the way to themselves.
 __device__ __forceinline__ void wait_while_reading(volatile const int& warps) {
