@@ -20,12 +20,19 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.mixer_width = has_attention(p) ? static_cast<int64_t>(p.attention.heads) * p.attention.head_dim
                                      : static_cast<int64_t>(p.delta_net.v_heads) * p.delta_net.head_dim;
     w.input = rows(w.input_width);
-    w.row_squares = rows(2 * 16);
+    const auto operands = [&](int64_t n) {
+        const size_t blocks = p.t > kGroupTokens ? ceil_div(n, kSUPER) : 0;
+        return reinterpret_cast<OperandBlock*>(take(blocks * sizeof(OperandBlock)));
+    };
     // from here on in the order of use: the persistent kernel clears what it has not used yet
     w.mixer = rows(w.mixer_width);
     w.squares = rows(4 * p.delta_net.v_heads);
     w.residual = rows(p.d);
     w.ffn = rows(p.gate.n);
+    int i = 0;
+    for (const int64_t width : {static_cast<int64_t>(p.d), w.mixer_width, static_cast<int64_t>(p.d),
+                                static_cast<int64_t>(p.gate.n), static_cast<int64_t>(0)})
+        w.operands[i++] = operands(width);
     const NextnGatedDeltaNet& g = p.delta_net;
     w.mixer_bytes = has_attention(p) ? nextn_attention_workspace(p.t, p.attention.heads, p.attention.head_dim)
                                      : nextn_gated_delta_net_workspace(p.t, g.k_heads, g.v_heads, g.head_dim);
@@ -33,7 +40,6 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.widest = max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n);
     w.matmul_bytes = nextn_matmul_workspace(p.t, w.widest);
     w.matmul_work = take(w.matmul_bytes);
-    w.other_operands = take(p.t <= NEXTN_MAX_DECODE_T ? w.matmul_bytes : 0);
     return w;
 }
 

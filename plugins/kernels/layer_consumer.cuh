@@ -24,7 +24,7 @@ struct Consumer {
     int place;  // among the superblocks that a block has of a chunk
     int own;    // superblock of each chunk that is this warp's
     RingPosition at;
-    int pairs, turn;  // pairs of tiles so far; where rows are not split, the warp that begins the next reduction
+    int pairs;  // of tiles so far
     Operand x;
     float4 norm[2];  // of the values that this warp quantises first, but for two to four tokens
 
@@ -166,7 +166,7 @@ struct Consumer {
                         }
                         load_slot(slot_of(k, c), one, own & 1, lane);
                     } else {
-                        x.load(p.operands[k & 1], mine ? c * kWARPS + own : 0, lane, p.t);
+                        if (mine) take_superblock(f.operands[c * kWARPS + own], p.t, x);
                     }
                 }
                 take_pair<TYPE>(f, mine, one, count, y, lane);
@@ -174,9 +174,9 @@ struct Consumer {
             if constexpr (kSPLIT) {
                 hand_over(k, y, lane);
             } else {
-                const int place = (warp - turn) & (kWARPS - 1);
-                turn += ((!g.second && count == 2 ? 2 : 1) * kTILE_ROWS * p.t + 31) / 32;
-                store_results<TOKENS, NT>(p, s, s.partial[pairs & 1], k, g, u, count, own, place, lane, y);
+                const int turn = pairs * (((g.second ? 1 : kPAIR) * kTILE_ROWS * p.t + 31) / 32);
+                const int place = (own - turn) & (kWARPS - 1);
+                store_results<TOKENS, NT>(p, s, s.partial[pairs & 1], f, g, u, count, own, place, lane, y);
             }
         }
     }
@@ -254,23 +254,23 @@ struct Consumer {
     __device__ __forceinline__ void prepare_together(int k) {
         const int supers = p.phase[k].supers, units = supers * p.t, grid = gridDim.x;
         const bool quantises = first_unit(keep(warp)) < units;  // worked out here, not before everything else
-        quantize_together<NT>(p, k, supers, warp, lane, norm);
+        quantize_together(p, k, supers, warp, lane, norm);
         trace(p, 5 * k + 3);
-        if (warp == 0 || quantises) {
-            __syncwarp();
-            // of each block at least one, so that it has read the word before all have arrived
-            if (lane == 0) quantised(k).arrive(threadIdx.x + blockIdx.x == 0, min(max(units, grid), kWARPS * grid));
+        if (k == p.first) {
+            if (warp == 0 || quantises) {
+                __syncwarp();
+                // of each block at least one, so that it has read the word before all have arrived
+                if (lane == 0) quantised(k).arrive(threadIdx.x + blockIdx.x == 0, min(max(units, grid), kWARPS * grid));
+            }
+            if (threadIdx.x == 0) quantised(k).wait();
+            consumers_sync();
+            mbarrier_wait(&s.own_clear, 0);
         }
-        if (threadIdx.x == 0) quantised(k).wait();
-        consumers_sync();
-        if (k == p.first) mbarrier_wait(&s.own_clear, 0);
         x = Operand{};  // frees its registers until here
-        if (p.phase[k].chunks == 1) x.load(p.operands[k & 1], min(own, supers - 1), lane, p.t);
+        if (p.phase[k].chunks == 1 && own < supers) take_superblock(p.phase[k].operands[own], p.t, x);
         if (warp < TOKENS) find_factor(p, s, k, warp, lane);
-        if (k == p.first) {  // more weights would come before the operands
-            asm volatile("" ::"r"(x.frag[0][3]), "r"(x.frag[0][15]), "r"(x.frag[NT - 1][3]), "r"(x.frag[NT - 1][15]));
-            if (lane == 0) mbarrier_arrive(s.read + k);
-        }
+        // more weights would come before the operands
+        if (k == p.first && lane == 0) mbarrier_arrive(s.read + k);
         trace(p, 5 * k + 4);
     }
 

@@ -212,10 +212,11 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart
     q.source[kOUTPUT] = {w.mixer, w.mixer_width, nullptr, q.delta_net ? w.squares : nullptr};
     q.source[kGATE_UP] = {w.residual, p.d, p.ffn_norm, nullptr};
     q.source[kDOWN] = {w.ffn, p.gate.n, nullptr, nullptr};
-    q.operands[0] = matmul_workspace(w.matmul_work, p.t, w.widest).quantized;
-    q.operands[1] = matmul_workspace(w.other_operands, p.t, w.widest).quantized;
-    q.row_squares[0] = w.row_squares;
-    q.row_squares[1] = w.row_squares + static_cast<int64_t>(p.t) * kWARPS;
+    for (int k = 0; k < kPHASES; ++k) {
+        q.phase[k].number = k;
+        q.phase[k].operands = w.operands[k];
+    }
+    q.pieces = range(w.operands[q.first + 1], w.operands[kPHASES]);
     // what this launch writes and reads, but for the first product's results
     q.floats = range(q.first == kINPUT ? w.mixer : w.ffn, w.ffn + p.t * static_cast<int64_t>(p.gate.n));
     q.delta = delta;

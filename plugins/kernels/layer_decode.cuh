@@ -36,11 +36,7 @@ struct ClearRange {
 struct LayerParams {
     Phase phase[kPHASES];
     RowSource source[kPHASES];
-    // More than four tokens: rows of even and of odd products, quantised by all blocks together, and their sums of x^2
-    // by superblock, [t][kWARPS]
-    QuantizedRows operands[2];
-    float* row_squares[2];
-    ClearRange floats;         // to be cleared, see layer_flow.cuh
+    ClearRange floats, pieces;  // to be cleared, see layer_flow.cuh and layer_operands.cuh
     NextnGatedDeltaNet delta;  // rows and y set
     float* squares;
     uint32_t* sync;
@@ -54,6 +50,13 @@ struct LayerParams {
 __device__ __forceinline__ int keep(int v) {
     asm volatile("" : "+r"(v));
     return v;
+}
+
+// A lane's number anew, instead of a register that has it all the time.
+__device__ __forceinline__ int lane_now() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
 }
 
 // -DNEXTN_LAYER_TRACE: each block leaves its clock at every point behind the barrier words (tests.bench.layers reads

@@ -2,9 +2,9 @@
 // together, when they are there (layer_flow.cuh), and meet before they load them as operands. A block has whole rows of
 // its tiles, and its consumer warps add up their sums.
 #pragma once
+#include "layer_operands.cuh"
 #include "layer_rows.cuh"
 #include "layer_shared.cuh"
-#include "quantize_superblock.cuh"
 
 namespace nextn {
 
@@ -14,11 +14,9 @@ __device__ __forceinline__ int first_unit(int warp) {
 }
 
 // norm: of the first superblock.
-template <int NT>
 __device__ __forceinline__ void quantize_together(const LayerParams& p, int k, int supers, int warp, int lane,
                                                   float4 (&norm)[2]) {
     const RowSource& s = p.source[k];
-    const QuantizedRows& to = p.operands[k & 1];
     const int first = first_unit(warp);
 #pragma unroll 1
     for (int i = first; i < supers * p.t; i += kWARPS * gridDim.x) {
@@ -26,33 +24,31 @@ __device__ __forceinline__ void quantize_together(const LayerParams& p, int k, i
         float4 v[2];
         if (s.norm && i != first) load_norm(s, superblock, lane, norm);
         const float sum = take_values(p, k, token, superblock, lane, norm, nullptr, v);
-        const int64_t slot = static_cast<int64_t>(superblock) * NT + token / kGroupTokens;
-        const float scale = quantize_superblock(v, to, slot, token % kGroupTokens, lane);
-        if (lane == 0) {
-            to.scale[slot * kGroupTokens + token % kGroupTokens] = scale;
-            if (s.norm) p.row_squares[k & 1][token * kWARPS + superblock] = sum;
-        }
+        OperandBlock& to = p.phase[k].operands[superblock];
+        if (s.norm && lane == 0) to.squares[token] = sum;
+        put_superblock(v, to, token);
     }
 }
 
-// Of token `warp`; valid after the next consumers_sync.
+// Of token `warp`, when its squares are there; valid after the next consumers_sync.
 template <int TOKENS>
 __device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TOKENS>& s, int k, int warp, int lane) {
     const int supers = p.phase[k].supers, token = min(warp, p.t - 1);  // absent tokens repeat the last one
     float total = 0.0f;
-    if (p.source[k].norm && lane < supers) total = __ldcg(p.row_squares[k & 1] + token * kWARPS + lane);
+    if (p.source[k].norm) do { // all lanes together, or the compiler would take them to be at different places ever after
+            if (lane < supers) total = load_now(p.phase[k].operands[lane].squares + token);
+        } while (__any_sync(~0u, unwritten(total)));
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) total = __fadd_rn(total, __shfl_xor_sync(~0u, total, d));  // as sum_of
-    if (lane == 0) s.factor[warp] = p.source[k].norm ? rms_factor(total, supers * kSUPER, p.eps) : 1.0f;
+    if (lane == 0) s.factor[k][warp] = p.source[k].norm ? rms_factor(total, supers * kSUPER, p.eps) : 1.0f;
 }
 
 // Of a pair of tiles from u on, an output a thread. Warps take turns, so that none falls behind; place: this one's.
 // partial: [superblock's place][tile][token][row], this warp's sums not in it yet.
 template <int TOKENS, int NT>
 __device__ __forceinline__ void store_results(const LayerParams& p, const LayerShared<TOKENS>& s, float* partial,
-                                              int k, const Segment& g, int u, int count, int own, int place, int lane,
+                                              const Phase& f, const Segment& g, int u, int count, int own, int place, int lane,
                                               const float (&y)[kPAIR][NT][2]) {
-    const Phase& f = p.phase[k];
     constexpr int kWARP = kWARP_FLOATS<TOKENS>, kTILE = kWARP / kPAIR;
     float* mine = partial + own * kWARP + (lane & 3) * kTILE_ROWS + (lane >> 2);
 #pragma unroll
@@ -74,7 +70,7 @@ __device__ __forceinline__ void store_results(const LayerParams& p, const LayerS
         stored = token < p.t && n < g.n;
         if (f.residual && stored) {
             residual = load_now(f.residual + at);
-            if (k == kDOWN) await(f.residual + at, residual);
+            if (f.number == kDOWN) await(f.residual + at, residual);
         }
     }
     // One barrier per pair is enough: `partial` has two buffers, and a warp reaches the next barrier only after it has
@@ -82,8 +78,8 @@ __device__ __forceinline__ void store_results(const LayerParams& p, const LayerS
     consumers_sync();
     if (!works || !stored) return;
     partial += from;
-    float sum = __fmul_rn(sum_of<kWARP, kWARPS>(partial), s.factor[token]);
-    if (g.second) sum = swiglu(sum, __fmul_rn(sum_of<kWARP, kWARPS>(partial + kTILE), s.factor[token]));
+    float sum = __fmul_rn(sum_of<kWARP, kWARPS>(partial), s.factor[f.number][token]);
+    if (g.second) sum = swiglu(sum, __fmul_rn(sum_of<kWARP, kWARPS>(partial + kTILE), s.factor[f.number][token]));
     g.y[at] = f.residual ? __fadd_rn(residual, sum) : sum;
 }
 

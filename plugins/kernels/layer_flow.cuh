@@ -11,6 +11,7 @@
 namespace nextn {
 
 constexpr uint32_t kABSENT = 0xffffffffu;
+constexpr uint32_t kUNWRITTEN = 0x80808080u;  // in operands
 
 __device__ __forceinline__ float load_now(const float* p) {
     float v;
@@ -50,9 +51,9 @@ __device__ __forceinline__ void clear_own_tiles(const LayerParams& p, int lane, 
             }
     }
 }
-__device__ __forceinline__ void clear(const ClearRange& r, int lane, int lanes) {
+__device__ __forceinline__ void clear(const ClearRange& r, uint32_t word, int lane, int lanes) {
     for (int i = blockIdx.x * lanes + lane; i < r.pieces; i += gridDim.x * lanes)
-        r.from[i] = make_uint4(kABSENT, kABSENT, kABSENT, kABSENT);
+        r.from[i] = make_uint4(word, word, word, word);
 }
 
 }  // namespace nextn

@@ -162,7 +162,8 @@ template <int TOKENS>
 __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShared<TOKENS>& s, int cleaner, int lane) {
     if (p.first < p.last) {
         clear_own_tiles(p, 32 * cleaner + lane, 32 * kCLEANERS);
-        clear(p.floats, 32 * cleaner + lane, 32 * kCLEANERS);
+        clear(p.floats, kABSENT, 32 * cleaner + lane, 32 * kCLEANERS);
+        if constexpr (!kSPLIT<TOKENS>) clear(p.pieces, kUNWRITTEN, 32 * cleaner + lane, 32 * kCLEANERS);
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&s.own_clear);

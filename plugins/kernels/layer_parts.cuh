@@ -1,17 +1,29 @@
 // What the pieces of nextn_layer share.
 #pragma once
+#include "kquant_blocks.cuh"
 #include "launch.cuh"
 #include "layer.h"
 
 namespace nextn {
 
+// Persistent kernel, more than four tokens: a quantised superblock of a product's rows, see layer_operands.cuh and
+// TokenOperand.
+struct __align__(128) OperandBlock {
+    static constexpr int kGROUPS = 2;
+    uint4 frag[kGROUPS][4][32];           // words 4 i .. 4 i + 3 of a lane
+    uint4 digits[kGROUPS][32];            // sums, six
+    float scale[kGroupTokens][kGROUPS];
+    float squares[kGROUPS * kGroupTokens];  // sums of x^2 over it, where rows are normed
+};
+
 // Where one call keeps its intermediate rows inside the workspace; floats [t, width].
 struct LayerWorkspace {
     float *input, *mixer, *residual, *ffn;  // after W_in, the mixer, the first residual add, SwiGLU
-    float *squares, *row_squares;           // persistent kernel: of the delta net's outputs, of a product's rows
+    float* squares;                         // persistent kernel: of the delta net's outputs
+    OperandBlock* operands[5];              // of each product, and their end
     int64_t input_width, mixer_width;
     int widest;
-    void *mixer_work, *matmul_work, *other_operands;  // the last: of every other product, more than four tokens
+    void *mixer_work, *matmul_work;
     size_t mixer_bytes, matmul_bytes, bytes;
 };
 LayerWorkspace layer_workspace(void* base, const NextnLayer& layer);

@@ -29,7 +29,7 @@ template <int TOKENS>
 struct LayerShared {
     alignas(16) float partial[kBUFFERS<TOKENS>][kWARPS * kWARP_FLOATS<TOKENS>];
     float squares[kBUFFERS<TOKENS>][TOKENS][kWARPS];      // sums of x^2 of the rows, by superblock
-    float factor[NEXTN_MAX_DECODE_T];                     // where rows are not split
+    float factor[kPHASES][NEXTN_MAX_DECODE_T];            // where rows are not split
     float own_squares[2][kWARPS / kCLUSTER][TOKENS];      // of this block's superblocks, of two products in turns
     DeltaWindow window;
     uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];   // of the weight ring

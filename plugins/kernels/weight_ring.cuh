@@ -22,6 +22,8 @@ struct Phase {
     int64_t ldy;
     int32_t segments, supers, chunks;
     int32_t width;  // superblocks of a chunk that a block has at most
+    int32_t number;          // LayerPhase
+    OperandBlock* operands;  // more than four tokens: rows quantised by all blocks together
 };
 
 struct RingPosition {
