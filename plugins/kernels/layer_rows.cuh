@@ -78,7 +78,8 @@ __device__ __forceinline__ void await_values(const float* x, float4 (&v)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) await(x + 16 * h, v[h]);
+    for (int h = 0; h < 2; ++h)
+        while (__any_sync(~0u, absent(v[h]))) v[h] = load_now4(x + 16 * h);
 }
 
 // When that is there, most likely the superblock is.
