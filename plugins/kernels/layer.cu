@@ -160,5 +160,5 @@ NEXTN_API cudaError_t nextn_layer(const NextnLayer* layer, cudaStream_t stream) 
     e = fusion == LayerFusion::kAROUND_MIXER ? persistent(LayerPart::kINPUT) : run_inputs(*layer, w, stream);
     if (e == cudaSuccess) e = run_mixer(*layer, w, stream);
     if (e != cudaSuccess) return e;
-    return fusion == LayerFusion::kNONE ? run_output_and_ffn(*layer, w, stream) : persistent(LayerPart::kAFTER_MIXER);
+    return fusion == LayerFusion::kNONE ? run_output_and_ffn(*layer, w, stream) : persistent(fusion == LayerFusion::kAROUND_MIXER ? LayerPart::kAFTER_CLEAR : LayerPart::kAFTER_MIXER);
 }

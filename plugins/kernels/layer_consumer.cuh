@@ -256,7 +256,7 @@ struct Consumer {
         const bool quantises = first_unit(keep(warp)) < units;  // worked out here, not before everything else
         quantize_together(p, k, supers, warp, lane, norm);
         trace(p, 5 * k + 3);
-        if (k == p.first) {
+        if (k == p.first && !p.cleared) {
             if (warp == 0 || quantises) {
                 __syncwarp();
                 // of each block at least one, so that it has read the word before all have arrived
@@ -264,14 +264,18 @@ struct Consumer {
             }
             if (threadIdx.x == 0) quantised(k).wait();
             consumers_sync();
-            mbarrier_wait(&s.own_clear, 0);
         }
+        trace(p, 5 * k + 2);
         x = Operand{};  // frees its registers until here
         if (p.phase[k].chunks == 1 && own < supers) take_superblock(p.phase[k].operands[own], p.t, x);
-        if (warp < TOKENS) find_factor(p, s, k, warp, lane);
-        // more weights would come before the operands
-        if (k == p.first && lane == 0) mbarrier_arrive(s.read + k);
         trace(p, 5 * k + 4);
+        if (k == p.first) {  // more weights would come before the operands
+            if (lane == 0) mbarrier_arrive(s.read + k);
+            mbarrier_wait(&s.own_clear, 0);
+            trace(p, 11);
+        }
+        if (warp < TOKENS) find_factor(p, s, k, warp, lane);
+        if (k == p.first) trace(p, 16);
     }
 
     __device__ __forceinline__ void multiply(int k) {

@@ -197,8 +197,9 @@ LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits, int bl
 cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart part, const DeviceLimits& limits,
                          int blocks, const NextnGatedDeltaNet& delta, cudaStream_t stream) {
     LayerParams q = {};
-    q.first = part == LayerPart::kAFTER_MIXER ? kOUTPUT : kINPUT;
+    q.first = part == LayerPart::kAFTER_MIXER || part == LayerPart::kAFTER_CLEAR ? kOUTPUT : kINPUT;
     q.last = part == LayerPart::kINPUT ? kINPUT : kDOWN;
+    q.cleared = part == LayerPart::kAFTER_CLEAR;
     q.delta_net = part == LayerPart::kWHOLE;
     const int mixer = static_cast<int>(w.mixer_width);
     q.phase[kINPUT] = phase_of(p.d, p.input, p.inputs, w.input, w.input_width, blocks);

@@ -42,6 +42,7 @@ struct LayerParams {
     uint32_t* sync;
     float eps;
     int32_t t, first, last, stages, stage_bytes, heads;  // first, last: of the phases to run
+    bool cleared;  // a launch before has done it
     bool delta_net;                                      // run it after kINPUT
 };
 

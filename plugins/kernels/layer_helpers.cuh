@@ -160,8 +160,8 @@ struct Adder {
 // all before any of them is overwritten, and memory is clear (see layer_flow.cuh). One of kCLEANERS warps.
 template <int TOKENS>
 __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShared<TOKENS>& s, int cleaner, int lane) {
-    if (p.first < p.last) {
-        clear_own_tiles(p, 32 * cleaner + lane, 32 * kCLEANERS);
+    if (!p.cleared) {
+        if (p.first < p.last) clear_own_tiles(p, 32 * cleaner + lane, 32 * kCLEANERS);
         clear(p.floats, kABSENT, 32 * cleaner + lane, 32 * kCLEANERS);
         if constexpr (!kSPLIT<TOKENS>) clear(p.pieces, kUNWRITTEN, 32 * cleaner + lane, 32 * kCLEANERS);
     }
@@ -177,8 +177,10 @@ __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShare
     if (lane) return;
     mbarrier_wait(&s.own_clear, 0);
     GridBarrier all(p.sync + kOTHER_WORD);
-    all.arrive();
-    all.wait();
+    if (!p.cleared) {
+        all.arrive();
+        all.wait();
+    }
     mbarrier_arrive(&s.all_clear);
 }
 

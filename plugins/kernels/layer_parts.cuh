@@ -34,7 +34,7 @@ cudaError_t layer_blocks(const DeviceLimits& limits, int* blocks);
 // What the persistent kernel takes of a layer. Does not depend on t within 1..8.
 enum class LayerFusion { kNONE, kAFTER_MIXER, kAROUND_MIXER, kWHOLE };
 LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits, int blocks);
-enum class LayerPart { kINPUT, kAFTER_MIXER, kWHOLE };
+enum class LayerPart { kINPUT, kAFTER_MIXER, kAFTER_CLEAR, kWHOLE };
 // `delta`: p.delta_net with rows and y set.
 cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart part, const DeviceLimits& limits,
                          int blocks, const NextnGatedDeltaNet& delta, cudaStream_t stream);
