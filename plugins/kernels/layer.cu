@@ -20,25 +20,21 @@ LayerWorkspace layer_workspace(void* base, const NextnLayer& p) {
     w.mixer_width = has_attention(p) ? static_cast<int64_t>(p.attention.heads) * p.attention.head_dim
                                      : static_cast<int64_t>(p.delta_net.v_heads) * p.delta_net.head_dim;
     w.input = rows(w.input_width);
-    const auto operands = [&](int64_t n) {
-        const size_t blocks = p.t > kGroupTokens ? ceil_div(n, kSUPER) : 0;
-        return reinterpret_cast<OperandBlock*>(take(blocks * sizeof(OperandBlock)));
-    };
     // from here on in the order of use: the persistent kernel clears what it has not used yet
     w.mixer = rows(w.mixer_width);
     w.squares = rows(4 * p.delta_net.v_heads);
     w.residual = rows(p.d);
     w.ffn = rows(p.gate.n);
-    int i = 0;
-    for (const int64_t width : {static_cast<int64_t>(p.d), w.mixer_width, static_cast<int64_t>(p.d),
-                                static_cast<int64_t>(p.gate.n), static_cast<int64_t>(0)})
-        w.operands[i++] = operands(width);
+    const int64_t width[] = {p.d, w.mixer_width, p.d, p.gate.n};
+    for (int k = 0; k < 4; ++k)
+        w.operands[k] = reinterpret_cast<OperandBlock*>(
+            take(p.t > kGroupTokens ? ceil_div(width[k], kSUPER) * sizeof(OperandBlock) : 0));
+    w.operands[4] = reinterpret_cast<OperandBlock*>(take(0));
     const NextnGatedDeltaNet& g = p.delta_net;
     w.mixer_bytes = has_attention(p) ? nextn_attention_workspace(p.t, p.attention.heads, p.attention.head_dim)
                                      : nextn_gated_delta_net_workspace(p.t, g.k_heads, g.v_heads, g.head_dim);
     w.mixer_work = take(w.mixer_bytes);
-    w.widest = max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n);
-    w.matmul_bytes = nextn_matmul_workspace(p.t, w.widest);
+    w.matmul_bytes = nextn_matmul_workspace(p.t, max(max(static_cast<int>(w.mixer_width), p.d), p.gate.n));
     w.matmul_work = take(w.matmul_bytes);
     return w;
 }
@@ -160,5 +156,6 @@ NEXTN_API cudaError_t nextn_layer(const NextnLayer* layer, cudaStream_t stream) 
     e = fusion == LayerFusion::kAROUND_MIXER ? persistent(LayerPart::kINPUT) : run_inputs(*layer, w, stream);
     if (e == cudaSuccess) e = run_mixer(*layer, w, stream);
     if (e != cudaSuccess) return e;
-    return fusion == LayerFusion::kNONE ? run_output_and_ffn(*layer, w, stream) : persistent(fusion == LayerFusion::kAROUND_MIXER ? LayerPart::kAFTER_CLEAR : LayerPart::kAFTER_MIXER);
+    if (fusion == LayerFusion::kNONE) return run_output_and_ffn(*layer, w, stream);
+    return persistent(fusion == LayerFusion::kAROUND_MIXER ? LayerPart::kAFTER_INPUT : LayerPart::kAFTER_MIXER);
 }

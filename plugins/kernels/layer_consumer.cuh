@@ -245,37 +245,22 @@ struct Consumer {
         if (first) trace(p, 5 * k + 3);
     }
 
-    // More than four tokens: product k's rows, quantised.
-    __device__ __forceinline__ GridBarrier quantised(int k) {
-        return {p.sync, s.quantised_begun, static_cast<uint32_t>(k - p.first)};
-    }
-    // Only warps that quantise wait for results of other blocks; all wait until everything is quantised. Operands of
-    // the product before may still be on their way to registers, those of the one before that are not.
+    // More than four tokens. Only warps that quantise wait for results of other blocks, each warp for its superblock of
+    // operands. Of several chunks these come later.
     __device__ __forceinline__ void prepare_together(int k) {
-        const int supers = p.phase[k].supers, units = supers * p.t, grid = gridDim.x;
+        const int supers = p.phase[k].supers, units = supers * p.t;
         const bool quantises = first_unit(keep(warp)) < units;  // worked out here, not before everything else
         quantize_together(p, k, supers, warp, lane, norm);
         trace(p, 5 * k + 3);
-        if (k == p.first && !p.cleared) {
-            if (warp == 0 || quantises) {
-                __syncwarp();
-                // of each block at least one, so that it has read the word before all have arrived
-                if (lane == 0) quantised(k).arrive(threadIdx.x + blockIdx.x == 0, min(max(units, grid), kWARPS * grid));
-            }
-            if (threadIdx.x == 0) quantised(k).wait();
-            consumers_sync();
-        }
-        trace(p, 5 * k + 2);
+        if (k == p.first && !p.cleared) meet_quantised(p, s, units, quantises, warp, lane);
         x = Operand{};  // frees its registers until here
         if (p.phase[k].chunks == 1 && own < supers) take_superblock(p.phase[k].operands[own], p.t, x);
-        trace(p, 5 * k + 4);
-        if (k == p.first) {  // more weights would come before the operands
-            if (lane == 0) mbarrier_arrive(s.read + k);
+        if (k == p.first) {
+            if (lane == 0) mbarrier_arrive(s.read + k);  // more weights would have come before the operands
             mbarrier_wait(&s.own_clear, 0);
-            trace(p, 11);
         }
         if (warp < TOKENS) find_factor(p, s, k, warp, lane);
-        if (k == p.first) trace(p, 16);
+        trace(p, 5 * k + 4);
     }
 
     __device__ __forceinline__ void multiply(int k) {

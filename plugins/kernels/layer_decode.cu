@@ -197,9 +197,9 @@ LayerFusion layer_fusion(const NextnLayer& p, const DeviceLimits& limits, int bl
 cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart part, const DeviceLimits& limits,
                          int blocks, const NextnGatedDeltaNet& delta, cudaStream_t stream) {
     LayerParams q = {};
-    q.first = part == LayerPart::kAFTER_MIXER || part == LayerPart::kAFTER_CLEAR ? kOUTPUT : kINPUT;
+    q.first = part == LayerPart::kINPUT || part == LayerPart::kWHOLE ? kINPUT : kOUTPUT;
     q.last = part == LayerPart::kINPUT ? kINPUT : kDOWN;
-    q.cleared = part == LayerPart::kAFTER_CLEAR;
+    q.cleared = part == LayerPart::kAFTER_INPUT;
     q.delta_net = part == LayerPart::kWHOLE;
     const int mixer = static_cast<int>(w.mixer_width);
     q.phase[kINPUT] = phase_of(p.d, p.input, p.inputs, w.input, w.input_width, blocks);
@@ -217,8 +217,8 @@ cudaError_t layer_decode(const NextnLayer& p, const LayerWorkspace& w, LayerPart
         q.phase[k].number = k;
         q.phase[k].operands = w.operands[k];
     }
+    // what this launch, or one after it, writes and reads, but for the first product's rows and results
     q.pieces = range(w.operands[q.first + 1], w.operands[kPHASES]);
-    // what this launch writes and reads, but for the first product's results
     q.floats = range(q.first == kINPUT ? w.mixer : w.ffn, w.ffn + p.t * static_cast<int64_t>(p.gate.n));
     q.delta = delta;
     q.squares = w.squares;

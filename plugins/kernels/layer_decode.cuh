@@ -5,12 +5,11 @@
 //   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh), and two blocks share tiles
 //                      (layer_cluster.cuh): of every chunk of 16 superblocks one has the first half, the other the
 //                      rest, and a consumer warp has one of these superblocks of one of two tiles
-//   more               blocks quantise rows together as they come, and meet before each product (layer_eight.cuh); a
-//                      consumer warp has one superblock of each chunk of every tile
+//   more               blocks quantise rows together as they come, and read operands as these come (layer_eight.cuh,
+//                      layer_operands.cuh); a consumer warp has one superblock of each chunk of every tile
 // Every choice that fixes the order of a sum follows from the layer, never from t.
 #pragma once
 #include "layer_parts.cuh"
-#include "matmul_parts.cuh"
 #include "weight_ring.cuh"
 
 namespace nextn {
@@ -37,12 +36,12 @@ struct LayerParams {
     Phase phase[kPHASES];
     RowSource source[kPHASES];
     ClearRange floats, pieces;  // to be cleared, see layer_flow.cuh and layer_operands.cuh
-    NextnGatedDeltaNet delta;  // rows and y set
+    NextnGatedDeltaNet delta;   // rows and y set
     float* squares;
     uint32_t* sync;
     float eps;
     int32_t t, first, last, stages, stage_bytes, heads;  // first, last: of the phases to run
-    bool cleared;  // a launch before has done it
+    bool cleared;                                        // by a launch before this one
     bool delta_net;                                      // run it after kINPUT
 };
 
@@ -81,11 +80,11 @@ __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;
 constexpr int kOTHER_WORD = 32;  // of `sync`, a line of its own
 
 // What was written before an arrival is visible, after, to loads that bypass L1 (ld.cg). begun: its bit when the launch
-// began, of which this is barrier `before` at the word, from 0 on.
+// began; a launch has one barrier at a word.
 struct GridBarrier {
     uint32_t* word;
     uint32_t bit;
-    __device__ GridBarrier(uint32_t* at, uint32_t begun, uint32_t before) : word(at), bit(begun ^ before << 31) {}
+    __device__ GridBarrier(uint32_t* at, uint32_t begun) : word(at), bit(begun) {}
     __device__ explicit GridBarrier(uint32_t* at) : word(at) {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bit) : "l"(word) : "memory");
         bit &= 0x80000000u;

@@ -1,6 +1,6 @@
 // What the persistent layer kernel does otherwise for more than four tokens: all blocks quantise a product's rows
-// together, when they are there (layer_flow.cuh), and meet before they load them as operands. A block has whole rows of
-// its tiles, and its consumer warps add up their sums.
+// together when they are there (layer_flow.cuh), and load them as operands when these are (layer_operands.cuh). A block
+// has whole rows of its tiles, and its consumer warps add up their sums.
 #pragma once
 #include "layer_operands.cuh"
 #include "layer_rows.cuh"
@@ -30,12 +30,27 @@ __device__ __forceinline__ void quantize_together(const LayerParams& p, int k, i
     }
 }
 
+// Of the first product, whose operands cannot be cleared before they are written: all blocks meet. quantises: a warp.
+template <int TOKENS>
+__device__ __forceinline__ void meet_quantised(const LayerParams& p, const LayerShared<TOKENS>& s, int units,
+                                               bool quantises, int warp, int lane) {
+    const int grid = gridDim.x;
+    GridBarrier quantised(p.sync, s.quantised_begun);
+    if (warp == 0 || quantises) {
+        __syncwarp();
+        // of each block at least one, so that it has read the word before all have arrived
+        if (lane == 0) quantised.arrive(threadIdx.x + blockIdx.x == 0, min(max(units, grid), kWARPS * grid));
+    }
+    if (threadIdx.x == 0) quantised.wait();
+    consumers_sync();
+}
+
 // Of token `warp`, when its squares are there; valid after the next consumers_sync.
 template <int TOKENS>
 __device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TOKENS>& s, int k, int warp, int lane) {
     const int supers = p.phase[k].supers, token = min(warp, p.t - 1);  // absent tokens repeat the last one
     float total = 0.0f;
-    if (p.source[k].norm) do { // all lanes together, or the compiler would take them to be at different places ever after
+    if (p.source[k].norm) do {
             if (lane < supers) total = load_now(p.phase[k].operands[lane].squares + token);
         } while (__any_sync(~0u, unwritten(total)));
 #pragma unroll
@@ -47,8 +62,8 @@ __device__ __forceinline__ void find_factor(const LayerParams& p, LayerShared<TO
 // partial: [superblock's place][tile][token][row], this warp's sums not in it yet.
 template <int TOKENS, int NT>
 __device__ __forceinline__ void store_results(const LayerParams& p, const LayerShared<TOKENS>& s, float* partial,
-                                              const Phase& f, const Segment& g, int u, int count, int own, int place, int lane,
-                                              const float (&y)[kPAIR][NT][2]) {
+                                              const Phase& f, const Segment& g, int u, int count, int own, int place,
+                                              int lane, const float (&y)[kPAIR][NT][2]) {
     constexpr int kWARP = kWARP_FLOATS<TOKENS>, kTILE = kWARP / kPAIR;
     float* mine = partial + own * kWARP + (lane & 3) * kTILE_ROWS + (lane >> 2);
 #pragma unroll

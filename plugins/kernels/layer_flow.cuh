@@ -5,13 +5,13 @@
 // speaks for itself, so stores and loads need no order among them.
 //   own tiles of the first product   cleared by the block itself, before it stores them
 //   everything else                  cleared by all blocks together, while they work on the first product
+// If one launch has a layer's first product and another one the rest, the first clears all of it.
 #pragma once
 #include "layer_decode.cuh"
 
 namespace nextn {
 
 constexpr uint32_t kABSENT = 0xffffffffu;
-constexpr uint32_t kUNWRITTEN = 0x80808080u;  // in operands
 
 __device__ __forceinline__ float load_now(const float* p) {
     float v;

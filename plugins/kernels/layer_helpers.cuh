@@ -157,7 +157,8 @@ struct Adder {
 };
 
 // What must be done before the first product's results can be used. Old windows, which blocks share, have been read by
-// all before any of them is overwritten, and memory is clear (see layer_flow.cuh). One of kCLEANERS warps.
+// all before any of them is overwritten, and memory is clear (see layer_flow.cuh), of a launch with the first product
+// alone for the next one. One of kCLEANERS warps.
 template <int TOKENS>
 __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShared<TOKENS>& s, int cleaner, int lane) {
     if (!p.cleared) {
@@ -176,8 +177,8 @@ __device__ __forceinline__ void clear_and_fetch(const LayerParams& p, LayerShare
     }
     if (lane) return;
     mbarrier_wait(&s.own_clear, 0);
-    GridBarrier all(p.sync + kOTHER_WORD);
     if (!p.cleared) {
+        GridBarrier all(p.sync + kOTHER_WORD);
         all.arrive();
         all.wait();
     }

@@ -1,16 +1,21 @@
 // Quantised rows of more than four tokens, as they pass from block to block without barriers.
 //
-// As in layer_flow.cuh nothing orders stores and loads, but a value that means "not there yet" is not to be had in every
-// word: low bytes can be anything. So what speaks for itself is a piece of 16 bytes, stored and loaded as one.
-//   frag    hi bytes are within +-110, so four never are kUNWRITTEN. Four words of low bytes can be, though hardly ever:
-//           the digits of column hi say of which pieces that is true
-//   digits  the last word: of column lo digits within +-64, of column hi bits of which every eighth four are never set
-//   scale, squares  never negative
+// As in layer_flow.cuh nothing orders stores and loads, but not every word has a value to spare for "not there yet":
+// low bytes can be anything. What speaks for itself is a piece of 16 bytes, stored and loaded as one. It is not there
+// while all of its words are kUNWRITTEN, and what is there differs from that in
+//   frag    every word of hi bytes, which are within +-110. Four words of low bytes can be the same, though they hardly
+//           ever are: the digits of column hi say which
+//   digits  the last word: digits within +-64 in column lo; in column hi, by which nobody multiplies, what has just been
+//           said, in bits 0 to 3 of each byte
+//   scale, squares  as they are never negative
+// What a launch writes for its first product has not been cleared by it: all blocks meet before they read that.
 #pragma once
 #include "layer_flow.cuh"
 #include "token_operand.cuh"
 
 namespace nextn {
+
+constexpr uint32_t kUNWRITTEN = 0x80808080u;
 
 using EightOperand = TokenOperand<kANY_KQUANT, OperandBlock::kGROUPS>;
 
@@ -76,13 +81,15 @@ __device__ __forceinline__ void put_superblock(const float4 (&v)[2], OperandBloc
     // lane of the operand: see pack_affine, pack_six
     const int place = sub >> 1, from = 16 * (place & 1) + (q & 2);
     const uint32_t x = __shfl_sync(~0u, digits, from + (place >> 1)), y = __shfl_sync(~0u, digits, from + 1);
+    const uint32_t last = low ? __byte_perm(six, next, 0x7632) : alike >> 4;
     if ((lane & 5) == 0)
         store_piece(&to.digits[n][4 * (column + low) + place],
-                    make_uint4(x, y, __byte_perm(six, next, 0x5410), low ? __byte_perm(six, next, 0x7632) : alike >> 4));
+                    make_uint4(x, y, __byte_perm(six, next, 0x5410), last));
     if (lane == 0) to.scale[token % kGroupTokens][n] = scale.scale;
 }
 
-// A superblock of `t` tokens when it is there; of absent tokens x keeps what it has.
+// A superblock of `t` tokens when it is there; of absent tokens x keeps what it has. Looks for the scales first: looks
+// for all of it would keep others from what they load.
 __device__ __forceinline__ void take_superblock(const OperandBlock& from, int t, EightOperand& x) {
     constexpr int NT = OperandBlock::kGROUPS;
     const int lane = lane_now();
@@ -94,7 +101,7 @@ __device__ __forceinline__ void take_superblock(const OperandBlock& from, int t,
     x.scale[0] = scale.x;
     x.scale[1] = scale.y;
     while (true) {
-        bool perhaps = false;
+        bool perhaps = false;  // something is missing
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             if (n && !both) continue;

@@ -73,7 +73,8 @@ __device__ __forceinline__ void arrive_when_there(uint64_t* barrier, float value
     if (lane == 0) mbarrier_arrive(barrier);
 }
 
-// A lane's values at x of one token's superblock, known to be there most likely.
+// A lane's values at x of one token's superblock, known to be there most likely. All lanes look again together: the
+// compiler would take them to be at different places ever after, and nothing to be the same in all of them.
 __device__ __forceinline__ void await_values(const float* x, float4 (&v)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) v[h] = load_now4(x + 16 * h);

@@ -113,13 +113,10 @@ struct TokenOperand {
     uint2 sums[NT], six[NT];  // against the mins of Q4_K and Q5_K; against the scales of Q6_K
     float scale[NT];          // of token lane%4
 
-    // Of groups behind the first only the columns of `t` tokens, at the least; others keep what they have.
-    __device__ __forceinline__ void load(const QuantizedRows& x, int superblock, int lane, int t = kGroupTokens * NT) {
+    __device__ __forceinline__ void load(const QuantizedRows& x, int superblock, int lane) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const int64_t slot = static_cast<int64_t>(superblock) * NT + n;
-            scale[n] = __ldcg(x.scale + slot * kGroupTokens + (lane & 3));
-            if (n && kGroupTokens * n + (lane >> 3) >= t) continue;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint4 v = __ldcg(reinterpret_cast<const uint4*>(x.frag + slot * 2048) + 32 * i + lane);
@@ -130,6 +127,7 @@ struct TokenOperand {
             }
             if (kAFFINE) sums[n] = __ldcg(reinterpret_cast<const uint2*>(x.sum32 + slot * 256) + lane);
             if (kSIX) six[n] = __ldcg(reinterpret_cast<const uint2*>(x.sum16 + slot * 256) + lane);
+            scale[n] = __ldcg(x.scale + slot * kGroupTokens + (lane & 3));
         }
     }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "few_tokens.cuh"
 #include "layer_cluster.cuh"
+#include "layer_parts.cuh"
 
 namespace nextn {
 
@@ -21,9 +22,9 @@ struct Phase {
     const float* residual;  // stride ldy as y's
     int64_t ldy;
     int32_t segments, supers, chunks;
-    int32_t width;  // superblocks of a chunk that a block has at most
+    int32_t width;           // superblocks of a chunk that a block has at most
     int32_t number;          // LayerPhase
-    OperandBlock* operands;  // more than four tokens: rows quantised by all blocks together
+    OperandBlock* operands;  // more than four tokens: the rows, quantised by all blocks together
 };
 
 struct RingPosition {
