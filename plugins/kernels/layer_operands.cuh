@@ -5,8 +5,8 @@
 // while all of its words are kUNWRITTEN, and what is there differs from that in
 //   frag    every word of hi bytes, which are within +-110. Four words of low bytes can be the same, though they hardly
 //           ever are: the digits of column hi say which
-//   digits  the last word: digits within +-64 in column lo; in column hi, by which nobody multiplies, what has just been
-//           said, in bits 0 to 3 of each byte
+//   digits  the last word: digits within +-64 in column lo; in column hi, by which nobody multiplies, what has just
+//           been said, in bits 0 to 3 of each byte
 //   scale, squares  as they are never negative
 // What a launch writes for its first product has not been cleared by it: all blocks meet before they read that.
 #pragma once

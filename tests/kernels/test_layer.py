@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.kernels import library as lib
 from tests.kernels.decoder_layer import PDL, POSITION, SEPARATE, RandomLayer, Shape
 from tests.kernels.test_gated_delta_net import Shape as NetShape
 
@@ -169,9 +170,21 @@ def test_what_memory_held_before_does_not_matter(rng: np.random.Generator, shape
             assert np.array_equal(got, want), (t, i)
 
 
-def test_nan_reaches_the_output(rng: np.random.Generator) -> None:
+def test_operands_that_look_as_if_they_were_not_there_yet(rng: np.random.Generator) -> None:
+    """More than four tokens: low bytes are what blocks take for absent, but for the largest value of a superblock."""
+    layer = RandomLayer(rng, SMALL, repeat=2)
+    layer.constants[0] = lib.put(np.ones(SMALL.d, np.float32))
+    x = np.full((8, SMALL.d), -128, np.float32)
+    x[:, ::256] = 28160  # a step of the quantisation is 1
+    whole = layer.run(x, -1)
+    assert np.array_equal(layer.run(x[:4], -1), whole[:4])
+    assert np.array_equal(layer.run(x[4:], 3), whole[4:])
+
+
+@pytest.mark.parametrize("t", [3, 8])
+def test_nan_reaches_the_output(rng: np.random.Generator, t: int) -> None:
     layer = RandomLayer(rng, SMALL)
-    x = inputs(rng, 3, SMALL.d)
+    x = inputs(rng, t, SMALL.d)
     x[1, 5] = np.nan
     y = layer.run(x, -1)
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
