@@ -123,7 +123,7 @@ class DraftEngine(Protocol):
 
     def guess(self, tokens: Sequence[int], hidden: Any) -> np.ndarray | None:
         """Take rows as `prefill`, and say what would be drafted after each of the last of them, as far as the engine
-        tells: ids int64, NO_CHOICE for damaged logits. None: not with this sampler; nothing was done."""
+        tells: ids int64. None: not with this sampler; nothing was done. Raises NumericError for damaged logits."""
 
     def zero_hidden(self) -> Any:
         """One all-zero hidden row [1, D]: what stands before the first token of a sequence."""

@@ -93,6 +93,7 @@ class OnnxTrunkEngine:
     def start(self, sampler: Sampler) -> None:
         self._sampler, self._position, self._pending, self._current = of_finite(sampler), 0, 0, 0
         self._damage: NumericError | None = None
+        self._cache.forget()
         for buffer in (*self._states[0], *self._convs):
             buffer[:] = 0
         self.logits = np.zeros((0, self._geometry.vocab_size), np.float32)
@@ -102,11 +103,7 @@ class OnnxTrunkEngine:
         assert 1 <= count <= self.prefill_chunk and not self._pending, (count, self._pending)
         self._reserve(count)
         hidden = self._run(self._bind(count, rows=1, keep_updates=False), tokens, np.array([count - 1]))
-        try:
-            choices = np.asarray(self._sampler(self.logits, np.array([self._position + count])), np.int64)
-        except NumericError:
-            self._cache.clear(0)  # a NaN in a dead row would reach the next sequence
-            raise
+        choices = np.asarray(self._sampler(self.logits, np.array([self._position + count])), np.int64)
         self._keep_convs(count)
         self._current ^= 1
         self._position += count
@@ -177,9 +174,9 @@ class OnnxTrunkEngine:
             try:
                 choices[count - 1] = self._sampler(self.logits[-1:], np.array([self._position + count]))[0]
             except NumericError:
-                self._cache.clear(self._position if count > 1 else 0)
                 if count == 1:
                     raise
+                self._cache.clear(self._position)
                 return choices, self._run_rows(tokens[: count - 1])
             if count == len(tokens) or choices[count - 1] != tokens[count]:
                 break

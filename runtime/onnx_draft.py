@@ -11,7 +11,7 @@ import onnxruntime as ort
 from engines.errors import NumericError
 from engines.manifest import Geometry
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import NO_CHOICE, Sampler, SavedState, choices_that_count, of_finite
+from runtime.engine import NO_CHOICE, Sampler, SavedState, of_finite
 from runtime.onnx_session import PREFILL_CHUNK, KvCache, RowStack, run_session
 from runtime.sampling import ParamsSampler
 
@@ -46,6 +46,7 @@ class OnnxDraftEngine:
 
     def start(self, sampler: Sampler) -> None:
         self._sampler, self._position = of_finite(sampler, self._tokens.whole_rows), 0
+        self._cache.forget()
         self._looks_back = not isinstance(sampler, ParamsSampler)
         self._logits = np.zeros((0, self._tokens.count), np.float32)
 
@@ -60,7 +61,7 @@ class OnnxDraftEngine:
         rows, self._position = min(count, _GUESS_ROWS), self._position + count
         self._step(tokens, hidden, self._position - count, rows)
         places = self._position - rows + 1 + np.arange(rows)
-        guesses = choices_that_count(self._sampler, self._logits, places, [])
+        guesses = np.asarray(self._sampler(self._logits, places), np.int64)
         self._logits = self._logits[-1:]
         return guesses
 
@@ -75,10 +76,9 @@ class OnnxDraftEngine:
             try:
                 tokens = [int(self._sampler(self._logits, np.array([position]))[0])]
             except NumericError:
-                # A NaN in a dead cache row would reach the passes to come.
-                self._cache.clear(self._position if drafted else 0)
                 if not drafted:
                     raise
+                self._cache.clear(self._position)
                 return np.array(drafted + [NO_CHOICE] * (n - len(drafted)), np.int64)
             drafted.append(tokens[0])
         return np.array(drafted, np.int64)

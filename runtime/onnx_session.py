@@ -76,10 +76,11 @@ class KvCache:
         self._names = [f"blk.{layer}.{kind}_cache" for layer in layers for kind in ("key", "value")]
         self.buffers: dict[str, np.ndarray] = {}
         self.values: dict[str, ort.OrtValue] = {}
-        self.length = 0
+        self.length = self._used = 0
 
     def reserve(self, length: int) -> bool:
-        """Make room for positions below ``length``; whether the buffers moved."""
+        """Make room for positions below ``length``, about to be written; whether the buffers moved."""
+        self._used = max(self._used, length)
         wanted = -(-length // CACHE_STEP) * CACHE_STEP
         if wanted <= self.length:
             return False
@@ -109,7 +110,12 @@ class KvCache:
     def clear(self, position: int) -> None:
         """Set the rows from ``position`` on to zero: a NaN in a dead row would reach the rows that count (0 * NaN)."""
         for buffer in self.buffers.values():
-            buffer[:, :, position:] = 0
+            buffer[:, :, position : self._used] = 0
+
+    def forget(self) -> None:
+        """For another sequence. What this one left behind may be NaN, although it was never asked for."""
+        self.clear(0)
+        self._used = 0
 
     def bind(self, binding: Any) -> None:
         """Bind every cache as input and, in place, as output."""

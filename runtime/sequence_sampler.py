@@ -23,7 +23,9 @@ from runtime.sampling import F32, I64, ParamsSampler, SamplingParams, choose
 TOP_LOGPROBS_MAX = 20
 # For a grammar's answer in a row that others wait for. A round ends before a row whose answer takes longer.
 _PATIENCE_S = 0.02
-_LARGEST = float(np.finfo(np.float32).max)
+# Finite logits stay finite. Tokens that a cut-down head does not know (-inf) end up below all others, but where a
+# grammar allows no others, one of them is the guess.
+_LEAST, _LARGEST = -1e38, float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class SequenceSampler:
             ids = np.flatnonzero(self._counts)
             row[ids] -= self._counts[ids] * wanted.frequency_penalty + wanted.presence_penalty
         row[self._bias_ids] += self._biases
-        np.minimum(row, _LARGEST, out=row)
+        np.clip(row, _LEAST, _LARGEST, out=row)
         if self._grammar:
             row[~self._grammar.allowed(may_wait)] = -np.inf
         return row.astype(np.float32)[None]

@@ -109,6 +109,12 @@ class TensorrtDraft:
     def guess(self, tokens: Sequence[int], hidden: DeviceRows) -> np.ndarray | None:
         if not self._on_device:
             return None
+        guesses = self._guesses(tokens, hidden)
+        if NO_CHOICE in guesses.tolist():
+            raise self._not_finite(self._position - len(guesses) + 1 + guesses.tolist().index(NO_CHOICE))
+        return guesses
+
+    def _guesses(self, tokens: Sequence[int], hidden: DeviceRows) -> np.ndarray:
         count, control = len(tokens), self._shared.control
         assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
         rows = min(count, self._buffers.num_guesses)
@@ -176,7 +182,7 @@ class TensorrtDraft:
         for count in (*range(1, self._num_rows + 1), self.prefill_chunk):
             self.prefill([0] * count, rows[:count])
             self.start(self._given)
-        self.guess([0] * self.prefill_chunk, rows)
+        self._guesses([0] * self.prefill_chunk, rows)
         self.start(self._given)
 
     def _shortened(self, tokens: Sequence[int], hidden: DeviceRows) -> tuple[Sequence[int], DeviceRows]:
@@ -259,11 +265,13 @@ class TensorrtDraft:
         self._position += count
         drafts = self._shared.control.tokens_back[1 : n + 1].astype(np.int64)
         if drafts[0] == NO_CHOICE:
-            raise NumericError(
-                f"the draft head's logits for position {self._position} are not finite; "
-                "the model file or its engine is damaged"
-            )
+            raise self._not_finite(self._position)
         return drafts
+
+    def _not_finite(self, position: int) -> NumericError:
+        return NumericError(
+            f"the draft head's logits for position {position} are not finite; the model file or its engine is damaged"
+        )
 
     def _draft_by_host(self, tokens: Sequence[int], hidden: DeviceRows, n: int) -> np.ndarray:
         """As `draft`, each token chosen by the sampler from a copy of the logits."""

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.engine_manifest import EngineManifest
-from engines.errors import EngineError
+from engines.errors import EngineError, NumericError
 from engines.manifest import Geometry
 from engines.memory_plan import MemoryPlan, check_one_more
 from runtime.control_block import ControlBlock
 from runtime.cuda import DeviceBuffer, Stream, free_and_total_bytes
 from runtime.device_rows import DeviceRows
-from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, choices_that_count, of_finite
+from runtime.engine import NO_CHOICE, Pass, Sampler, SavedState, any_token, choices_that_count, of_finite
 from runtime.host_copies import HostCopies
 from runtime.queued_work import Queued, UnderWay
 from runtime.recurrent_slots import RecurrentSlots
-from runtime.sampling import ParamsSampler, SamplingParams
+from runtime.sampling import ParamsSampler, SamplingParams, check_logits
 from runtime.tensorrt_sequence import SequenceMemory
 from runtime.tensorrt_session import EngineSession
 from runtime.token_choice import TokenChoice, device_params, sampling_bytes
@@ -104,7 +104,8 @@ class TensorrtTrunk:
         self._shared.under_way.settle()
         self._given, self._of_finite = sampler, of_finite(sampler)
         self._position, self._pending, self._slot = 0, 0, _NO_SLOT
-        self._rows_of_logits = self._turn = 0
+        self._rows_of_logits = self._turn = self._num_sound = 0
+        self._damage: NumericError | None = None  # of the row after those
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
@@ -149,6 +150,8 @@ class TensorrtTrunk:
 
     def commit(self, n_keep: int) -> None:
         assert 1 <= n_keep <= self._pending, (n_keep, self._pending)
+        if n_keep > self._num_sound and self._damage is not None:
+            raise self._damage
         self._slot = n_keep - 1
         self._position += n_keep
         self._pending = 0
@@ -261,14 +264,25 @@ class TensorrtTrunk:
     def _choices(self, count: int, place: int, tokens: Sequence[int] | np.ndarray = ()) -> np.ndarray:
         """The choices of the pass just done, the first for ``place``; tokens: of the pass, if it is to be verified."""
         choices = self._shared.control.choices_back[:count].astype(np.int64)
-        damaged = NO_CHOICE in choices.tolist()
+        damaged, places = NO_CHOICE in choices.tolist(), place + np.arange(count)
+        self._damage = None
         if self._on_device and not damaged:
             return choices
         # The device looks at every logit, whoever chooses, but only says that there are bad ones: the host names them.
+        if damaged and self._given is not any_token:
+            self._num_sound, self._damage = choices.tolist().index(NO_CHOICE), self._named(places)
         sampler = self._of_finite if damaged else self._given
-        on_host = choices_that_count(sampler, self.logits, place + np.arange(count), list(tokens))
+        on_host = choices_that_count(sampler, self.logits, places, list(tokens))
         if not self._on_device:
             return on_host
         if (choices != on_host)[on_host != NO_CHOICE].any():
             raise EngineError(f"the device chose {choices}, the host {on_host}; build the plugins again")
         return choices
+
+    def _named(self, places: np.ndarray) -> NumericError:
+        """What is wrong with the logits of the pass just done."""
+        try:
+            check_logits(self.logits, places)
+        except NumericError as damage:
+            return damage
+        raise EngineError("the device refused logits that are finite; build the plugins again")

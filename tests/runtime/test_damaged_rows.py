@@ -3,6 +3,7 @@ NaN."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 
@@ -11,10 +12,10 @@ import pytest
 
 from engines.errors import NumericError
 from runtime.draft_tokens import DraftTokens
-from runtime.engine import NO_CHOICE
+from runtime.engine import NO_CHOICE, any_token
 from runtime.engine_onnxruntime import OnnxDraftEngine, OnnxTrunkEngine
 from runtime.onnx_session import load_session
-from runtime.sampling import SamplingParams, choose
+from runtime.sampling import ParamsSampler, SamplingParams, choose
 from tests import compare
 from tests.exported import Exported, append, generate_tokens, greedy, prefill, shifted
 from tests.model_checks import token_ids
@@ -160,3 +161,27 @@ def test_of_the_head(clean: Exported, damaged: Engines, prompt: list[int]) -> No
     assert wanted[0] == head.logits.argmax()
     with pytest.raises(NumericError, match="position 14: 320 NaN"):
         head.draft([BAD], hidden[:1], 3)
+
+
+def test_what_a_sequence_leaves_behind(clean: Exported, damaged: Engines, prompt: list[int]) -> None:
+    """A NaN in rows that nobody chose after is nothing to the next sequence, be it shorter or as long."""
+    trunk, head = damaged
+    reference, known = clean.engines()
+    given = np.zeros((len(prompt) + 1, clean.manifest.geometry.hidden_size), np.float32)
+    for rows in (prompt, prompt[:3]):
+        hidden = shifted(prefill(reference, rows))
+        known.start(greedy)
+        guesses, first = known.draft(rows, hidden, 3).tolist(), begin(reference, rows, greedy)
+        for place in (0, 5, len(prompt)):
+            spoilt = [*prompt[:place], BAD, *prompt[place:]]
+            for leave in (head.prefill, head.guess):
+                head.start(ParamsSampler(SamplingParams()))
+                with contextlib.suppress(NumericError):
+                    leave(spoilt, given)
+                head.start(checked)
+                assert head.draft(rows, hidden, 3).tolist() == guesses
+            trunk.start(any_token)
+            trunk.prefill(spoilt)
+            trunk.verify([1, BAD])
+            trunk.commit(2)
+            assert begin(trunk, rows, checked) == first

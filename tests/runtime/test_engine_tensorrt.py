@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from engines.errors import EngineError, NumericError
 from engines.manifest import Manifest
 from runtime.controller import FixedDraft, Round
-from runtime.engine import Sampler
+from runtime.engine import NO_CHOICE, Sampler, any_token
 from runtime.engine_tensorrt import open_engines
 from runtime.pass_costs import measure_pass_costs
 from runtime.sampling import ParamsSampler, SamplingParams
@@ -358,10 +359,7 @@ def test_logits_that_plain_decoding_never_sees(
 
 def test_damaged_logits_that_count(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any row of a pass: with the position that plain decoding names."""
-    text, _ = plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)
-    states = [START_STATE]
-    for token in (*PROMPT, *text):
-        states.append(next_state(states[-1], token))
+    states = states_of([*PROMPT, *plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)[0]])
     for position in range(len(PROMPT) + 1, len(PROMPT) + 12):
         bad = states[position]
         with monkeypatch.context() as patch:
@@ -373,3 +371,48 @@ def test_damaged_logits_that_count(engines: Engines, monkeypatch: pytest.MonkeyP
             for n in range(MAX_ROWS):
                 with pytest.raises(NumericError, match=f"for position {position}: 13 NaN"):
                     run(*engines, GREEDY, n)
+
+
+def states_of(tokens: Sequence[int]) -> list[int]:
+    """The toy's, before and after each."""
+    states = [START_STATE]
+    for token in tokens:
+        states.append(next_state(states[-1], token))
+    return states
+
+
+def nan_after(state: int, monkeypatch: pytest.MonkeyPatch, function: str = "logits_of") -> None:
+    monkeypatch.setattr(
+        f"tests.runtime.fake_passes.{function}",
+        lambda other: logits_of(other) * np.float32(np.nan if state == other else 1),
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_damaged_row_cannot_be_kept(engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Nor can those after it, even by who keeps rows of known tokens; but by who looks at no choice."""
+    trunk, _ = engines
+    for bad in range(1, MAX_ROWS):
+        for keep in range(1, MAX_ROWS + 1):
+            for sampler in (SAMPLERS[name], any_token):
+                nan_after(states_of(PROMPT)[7 + bad + 1], monkeypatch)
+                trunk.start(sampler)
+                trunk.prefill(PROMPT[:7])
+                choices = trunk.verify(PROMPT[7 : 7 + MAX_ROWS]).choices
+                refused = keep > bad and sampler is not any_token
+                assert sampler is any_token or (choices[bad:] == NO_CHOICE).any()
+                with pytest.raises(NumericError, match=f"position {8 + bad}: 13 NaN") if refused else nullcontext():
+                    trunk.commit(keep)
+                    assert trunk.position == 7 + keep
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS)[:-1])
+def test_a_guess_that_is_none(engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    trunk, draft = engines
+    for bad in range(1, 8):
+        nan_after(states_of(PROMPT)[bad], monkeypatch, "twisted")
+        trunk.start(SAMPLERS[name])
+        hidden = draft.join([draft.zero_hidden(), trunk.prefill(PROMPT[:7]).hidden])
+        draft.start(SAMPLERS[name])
+        with pytest.raises(NumericError, match=f"logits for position {bad} are not finite"):
+            draft.guess(PROMPT[:7], hidden[:7])

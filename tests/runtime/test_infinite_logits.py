@@ -9,11 +9,15 @@ import pytest
 
 from engines.draft_head import DraftHeadOptions
 from engines.errors import NumericError
+from runtime.controller import FixedDraft
+from runtime.draft_tokens import load_draft_tokens
 from runtime.engine import NO_CHOICE, Sampler, any_token
 from runtime.engine_onnxruntime import OnnxTrunkEngine
 from runtime.onnx_draft import OnnxDraftEngine
 from runtime.sampling import ParamsSampler, SamplingParams
 from runtime.sequence_sampler import Adjustments, SequenceSampler
+from runtime.spec_stats import SpecStats
+from runtime.speculative import Generation
 from tests.exported import Exported, export, generate_tokens, prefill, shifted
 from tests.model_checks import token_ids
 from tests.vocabulary_files import TRAINED_MODEL
@@ -24,9 +28,11 @@ VALUES = [-np.inf, np.inf]
 
 
 class Grammar:
-    """A grammar and its state at once: any text without TOKEN and its neighbour."""
+    """A grammar and its state at once: any text of some tokens, without TOKEN and its neighbour if none are given."""
 
-    vocab_size = VOCAB
+    def __init__(self, mask: np.ndarray | None = None) -> None:
+        self.mask = ~np.isin(np.arange(VOCAB), (TOKEN, TOKEN + 1)) if mask is None else mask
+        self.vocab_size = len(self.mask)
 
     def start(self) -> Grammar:
         return self
@@ -35,12 +41,12 @@ class Grammar:
         return True
 
     def push(self, token: int) -> None:
-        assert token not in (TOKEN, TOKEN + 1)
+        assert self.mask[token]
 
     def pop(self, n: int) -> None: ...
 
     def allowed(self, patience_s: float = 0.0) -> np.ndarray:
-        return ~np.isin(np.arange(VOCAB), (TOKEN, TOKEN + 1))
+        return self.mask
 
 
 PARAMS = {
@@ -156,17 +162,20 @@ def test_of_the_head(model: Exported, monkeypatch: pytest.MonkeyPatch, name: str
         head.draft(PROMPT[:1], hidden[:1], 2)
 
 
+@pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("name", PARAMS)
-def test_of_the_heads_guesses(model: Exported, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_of_the_heads_guesses(model: Exported, monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    """They are made after true rows."""
     trunk, head = model.engines()
     hidden = shifted(prefill(trunk, PROMPT))
     head.start(sampler_of(name))
-    want = head.guess(PROMPT, hidden)
-    spoil_head(monkeypatch, 11)
-    head.start(sampler_of(name))
-    got = head.guess(PROMPT, hidden)
-    assert want is not None and got is not None and want[-2] != NO_CHOICE
-    assert (got[:-2] == want[:-2]).all() and got[-2] == NO_CHOICE
+    assert head.guess(PROMPT, hidden) is not None
+    for place in range(5, 13):
+        with monkeypatch.context() as patch:
+            spoil_head(patch, place, value)
+            head.start(sampler_of(name))
+            with pytest.raises(NumericError, match=f"position {place}: 0 NaN and 1 infinite of {VOCAB}"):
+                head.guess(PROMPT, hidden)
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -182,6 +191,36 @@ def test_of_a_head_that_knows_few_tokens(cut: Exported, monkeypatch: pytest.Monk
     head.start(sampler)
     with pytest.raises(NumericError, match="position 12: 0 NaN and 1 infinite of 1024"):
         head.draft(PROMPT, hidden, 3)
+
+
+@pytest.mark.parametrize("allowed", [1, 3, 3072])
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_grammar_of_tokens_that_the_head_does_not_know(cut: Exported, name: str, allowed: int) -> None:
+    """Both masks together leave it nothing. Then any of the grammar's will do, and a forced one is right."""
+    trunk, head = cut.engines()
+    known = load_draft_tokens(cut.folder, cut.manifest)
+    mask = np.isneginf(known.whole_rows(np.zeros((1, known.count), np.float32))[0])
+    mask[np.flatnonzero(mask)[allowed:]] = False
+    texts = []
+    for n in (0, 1, 3):
+        adjustments = Adjustments(grammar=Grammar(mask))  # type: ignore[arg-type]
+        sampler, stats = SequenceSampler(PARAMS[name], adjustments, PROMPT, len(mask), ()), SpecStats()
+        generation = Generation(
+            *(trunk, head, PROMPT),
+            sampler=sampler,
+            draft_sampler=sampler.draft,
+            controller=FixedDraft(n),
+            max_tokens=12,
+            end_token_ids=(),
+            context_size=64,
+            stats=stats,
+        )
+        text: list[int] = []
+        while len(text) < 12:
+            text += generation.step().tokens
+        texts.append(text)
+        assert allowed != 1 or stats.draft_n_accepted == stats.draft_n
+    assert texts[1:] == texts[:1] * 2
 
 
 def test_a_sampler_that_looks_at_no_choice(model: Exported, monkeypatch: pytest.MonkeyPatch) -> None:

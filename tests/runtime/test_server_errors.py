@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.server.service import ServiceOptions
 from tests.exported import Exported
 from tests.runtime.server import USER, Running, serving
+from tests.runtime.test_infinite_logits import spoil_trunk
 
 CHAT = "/v1/chat/completions"
 
@@ -101,3 +104,29 @@ def test_every_error_is_one_of_openais(server: Running) -> None:
         error = reply.json()["error"]
         assert reply.status_code >= 400 and error.keys() == {"message", "type", "param", "code"}, (path, more)
         assert error["message"] and error["code"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("fields", [{}, {"logit_bias": {"5": -90}}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_a_logit_that_is_no_number_ends_its_own_reply(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], value: float
+) -> None:
+    """Whole or streamed; what was generated before stays said. A shorter text beside it and the next are as ever."""
+    body = {"temperature": 0, "seed": 3, **fields}
+    whole = server.chat(**body, max_tokens=8)
+    assert whole["usage"]["completion_tokens"] > 5
+    place = whole["usage"]["prompt_tokens"] + 5
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as beside:
+        spoil_trunk(patch, place, value)
+        shorter = beside.submit(server.chat, **body, max_tokens=4)
+        status, error = server.refusal(**body, max_tokens=8)
+        assert (status, error["code"]) == (500, "not_finite") and f"position {place}: " in error["message"]
+        *events, last = server.events(**body, max_tokens=8)
+        assert last["error"] == error
+        said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+        assert said and whole["choices"][0]["message"]["content"].startswith(said)
+        assert whole["choices"][0]["message"]["content"].startswith(
+            shorter.result()["choices"][0]["message"]["content"]
+        )
+    server.idle()
+    assert server.chat(**body, max_tokens=8)["choices"] == whole["choices"]
