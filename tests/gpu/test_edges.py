@@ -207,6 +207,8 @@ def test_one_logit_that_is_no_number(opened: Open, name: str, sampler: Sampler, 
             trunk.start(sampler)
             trunk.prefill(ids)
             assert trunk.verify([first, second, 1]).choices[:2].tolist() == [second, NO_CHOICE]
+            with pytest.raises(NumericError, match=f"position {place}: {int(np.isnan(value))} NaN"):
+                trunk.commit(2)
             trunk.commit(1)
             at[1] = 0
             trunk.memory.recorder = type(trunk.memory.recorder)(trunk._shared.stream)
@@ -236,3 +238,7 @@ def test_one_logit_of_the_head_that_is_no_number(opened: Open, params: SamplingP
         else:
             with pytest.raises(NumericError, match=f"position {len(ids)} are not finite"):
                 head.draft(ids, rows, 2)
+            head.start(make_sampler(params))
+            first = len(ids) - head._buffers.num_guesses + 1
+            with pytest.raises(NumericError, match=f"position {first} are not finite"):
+                head.guess(ids, rows)
