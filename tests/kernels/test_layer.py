@@ -143,8 +143,12 @@ def test_persistent_and_single_kernels_agree(rng: np.random.Generator, shape: Sh
     x, start = inputs(rng, t, shape.d), -1 if shape.net is not None else POSITION
     fused, again = layer.run(x, start), layer.run(x, start)
     assert np.array_equal(fused, again)
-    # Sums in another order tip some values over to the next step of their quantisation, as if there were one more.
-    assert relative(fused, layer.run(x, start, PDL | SEPARATE)) < 3e-4
+    # Sums in another order tip some values over to the next step of their quantisation, as if there were one more. What
+    # that does depends on the draw, whose 16 rows a matrix repeats: inputs that differ by their last bits show it.
+    single = layer.run(x, start, PDL | SEPARATE)
+    nearly = [(x * (1 + 1e-6 * rng.standard_normal(x.shape))).astype(np.float32) for _ in range(8)]
+    tipped = max(relative(layer.run(each, start, PDL | SEPARATE), single) for each in nearly)
+    assert relative(fused, single) < max(3e-4, 4 * tipped)
 
 
 def test_many_launches_in_a_row_give_the_same_bits(rng: np.random.Generator) -> None:
