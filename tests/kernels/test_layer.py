@@ -166,7 +166,7 @@ def test_what_memory_held_before_does_not_matter(rng: np.random.Generator, shape
     """Blocks tell by its value whether a result is there yet: what the layer before left, mostly, is none of theirs."""
     layer = RandomLayer(rng, shape, repeat=2)
     start = -1 if shape.net is not None else POSITION
-    for t in (1, 2, 3, 4, 8):
+    for t in (1, 2, 3, 4, 5, 7, 8):
         x = inputs(rng, t, shape.d)
         want = layer.run(x, start)
         for i in range(100):

@@ -141,6 +141,7 @@ def test_replies_past_the_grace_are_told_so(
         with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
+            await_replies(http, 2)
             process.send_signal(number)
             said = [line for line in lines if line]
     assert said[-1] == "data: [DONE]" and "shutting_down" in said[-2]
@@ -149,6 +150,16 @@ def test_replies_past_the_grace_are_told_so(
     assert int(reply.headers["Retry-After"]) > 0
     assert process.wait(WAIT_S) in (0, -number)
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+def await_replies(http: httpx.Client, count: int) -> None:
+    """Until so many are being made."""
+    for _ in range(1000):
+        gauges = dict(re.findall(r"^(nextn_\w+) (\S+)$", http.get("/metrics").text, re.MULTILINE))
+        if float(gauges["nextn_sequences_active"]) + float(gauges["nextn_requests_queued"]) == count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(gauges)
 
 
 def test_what_cannot_be_served(exported: Callable[[str], Exported], tmp_path: Path) -> None:
