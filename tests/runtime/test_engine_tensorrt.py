@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engines.errors import EngineError, NumericError
+from engines.errors import EngineError
 from engines.manifest import Manifest
 from runtime.controller import FixedDraft, Round
-from runtime.engine import NO_CHOICE, Sampler, any_token
+from runtime.engine import Sampler
 from runtime.engine_tensorrt import open_engines
 from runtime.pass_costs import measure_pass_costs
 from runtime.sampling import ParamsSampler, SamplingParams
@@ -23,7 +22,7 @@ from runtime.tensorrt_trunk import TensorrtTrunk
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_engines import START_STATE, VOCAB, ToyHead, ToyTrunk, logits_of, next_state, plain_decode
 from tests.runtime.fake_passes import CHUNK, CONTEXT, MAX_ROWS, twisted
-from tests.runtime.fake_tensorrt import ALL_TOKENS, FakeGpu, FakeModule, install, toy_manifest, write_engines
+from tests.runtime.fake_tensorrt import ALL_TOKENS, FakeGpu, FakeModule, toy_manifest, write_engines
 
 PROMPT = [5, 3, 8, 1, 9, 2, 7, 7, 4, 0, 11, 6, 2, 2, 12, 3, 1, 10, 5, 5, 4]
 GREEDY = ParamsSampler(SamplingParams())
@@ -38,24 +37,12 @@ SAMPLERS: dict[str, Sampler] = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_engines(tmp_path, toy_manifest())
     return tmp_path
 
 
 Engines = tuple[TensorrtTrunk, TensorrtDraft]
-
-
-@pytest.fixture
-def engines(gpu: FakeGpu, folder: Path) -> Engines:
-    trunk, draft = open_engines(folder, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
-    assert draft is not None
-    return trunk, draft
 
 
 class ToyTwistedHead(ToyHead):
@@ -313,106 +300,3 @@ def test_memory_goes_back(gpu: FakeGpu, folder: Path) -> None:
     run(*engines, GREEDY, 2)
     del engines
     assert not gpu.cuda.allocated
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("fault", ["trunk", "draft"])
-def test_a_logit_that_is_none(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: str, value: float, name: str
-) -> None:
-    """Named with the place they would have chosen a token for; the device only says that there are some."""
-    function = {"trunk": "logits_of", "draft": "twisted"}[fault]
-    spoilt: Callable[[int], np.ndarray] = lambda state: np.where(np.arange(VOCAB) == 5, value, logits_of(state))  # noqa: E731
-    monkeypatch.setattr(f"tests.runtime.fake_passes.{function}", spoilt)
-    with pytest.raises(NumericError, match=f"position {CHUNK if fault == 'trunk' else len(PROMPT) + 1}"):
-        run(*engines, SAMPLERS[name], 2)
-
-
-@pytest.mark.parametrize("ends", [(), (12, 3)])
-@pytest.mark.parametrize("n", range(1, MAX_ROWS))
-@pytest.mark.parametrize("name", list(SAMPLERS)[:-1])
-def test_logits_that_plain_decoding_never_sees(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str, n: int, ends: tuple[int, ...]
-) -> None:
-    """Every row after a rejected draft, and after the text's end, is damaged, the head's as well as the trunk's. The
-    text is the same."""
-    text, reason = plain_decode(PROMPT, SAMPLERS[name], -1, ends, CONTEXT)
-    assert reason == ("stop" if ends else "length")
-    state, seen = START_STATE, set()
-    for token in (*PROMPT, *text):
-        state = next_state(state, token)
-        seen.add(state)
-    damaged = []
-
-    def logits(state: int) -> np.ndarray:
-        if state in seen:
-            return logits_of(state)
-        damaged.append(state)
-        bad = np.float32((np.inf, -np.inf, np.nan)[state % 3])
-        return np.where(np.arange(13) == 5, bad, logits_of(state))
-
-    monkeypatch.setattr("tests.runtime.fake_passes.logits_of", logits)
-    assert run(*engines, SAMPLERS[name], n, end_token_ids=ends)[0] == text
-    assert damaged or len(text) < 4
-
-
-def test_damaged_logits_that_count(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any row of a pass: with the position that plain decoding names."""
-    states = states_of([*PROMPT, *plain_decode(PROMPT, GREEDY, -1, (), CONTEXT)[0]])
-    for position in range(len(PROMPT) + 1, len(PROMPT) + 12):
-        bad = states[position]
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "tests.runtime.fake_passes.logits_of",
-                lambda state, bad=bad: logits_of(state) * np.float32(np.nan if state == bad else 1),
-            )
-            patch.setattr("tests.runtime.fake_passes.twisted", lambda state: logits_of(state))
-            for n in range(MAX_ROWS):
-                with pytest.raises(NumericError, match=f"for position {position}: 13 NaN"):
-                    run(*engines, GREEDY, n)
-
-
-def states_of(tokens: Sequence[int]) -> list[int]:
-    """The toy's, before and after each."""
-    states = [START_STATE]
-    for token in tokens:
-        states.append(next_state(states[-1], token))
-    return states
-
-
-def nan_after(state: int, monkeypatch: pytest.MonkeyPatch, function: str = "logits_of") -> None:
-    monkeypatch.setattr(
-        f"tests.runtime.fake_passes.{function}",
-        lambda other: logits_of(other) * np.float32(np.nan if state == other else 1),
-    )
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_damaged_row_cannot_be_kept(engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Nor can those after it, even by who keeps rows of known tokens; but by who looks at no choice."""
-    trunk, _ = engines
-    for bad in range(1, MAX_ROWS):
-        for keep in range(1, MAX_ROWS + 1):
-            for sampler in (SAMPLERS[name], any_token):
-                nan_after(states_of(PROMPT)[7 + bad + 1], monkeypatch)
-                trunk.start(sampler)
-                trunk.prefill(PROMPT[:7])
-                choices = trunk.verify(PROMPT[7 : 7 + MAX_ROWS]).choices
-                refused = keep > bad and sampler is not any_token
-                assert sampler is any_token or (choices[bad:] == NO_CHOICE).any()
-                with pytest.raises(NumericError, match=f"position {8 + bad}: 13 NaN") if refused else nullcontext():
-                    trunk.commit(keep)
-                    assert trunk.position == 7 + keep
-
-
-@pytest.mark.parametrize("name", list(SAMPLERS)[:-1])
-def test_a_guess_that_is_none(engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    trunk, draft = engines
-    for bad in range(1, 8):
-        nan_after(states_of(PROMPT)[bad], monkeypatch, "twisted")
-        trunk.start(SAMPLERS[name])
-        hidden = draft.join([draft.zero_hidden(), trunk.prefill(PROMPT[:7]).hidden])
-        draft.start(SAMPLERS[name])
-        with pytest.raises(NumericError, match=f"logits for position {bad} are not finite"):
-            draft.guess(PROMPT[:7], hidden[:7])

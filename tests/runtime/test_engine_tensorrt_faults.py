@@ -31,19 +31,6 @@ GREEDY = ParamsSampler(SamplingParams())
 ILLEGAL_ADDRESS, ASSERT, NOT_LASTING = 700, 710, 1
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
-
-
-@pytest.fixture
-def engines(gpu: FakeGpu, tmp_path: Path) -> Engines:
-    write_engines(tmp_path, toy_manifest())
-    trunk, draft = open_engines(tmp_path, toy_manifest(), context_size=CONTEXT, max_rows=MAX_ROWS)
-    assert draft is not None
-    return trunk, draft
-
-
 def text_of(engines: Engines, n: int = 2) -> list[int]:
     return list(
         generate(

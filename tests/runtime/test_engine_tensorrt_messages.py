@@ -18,12 +18,7 @@ from runtime.engine_tensorrt import open_engines
 from runtime.session import Session, SpecOptions, open_session
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_passes import CONTEXT, GEOMETRY, MAX_ROWS
-from tests.runtime.fake_tensorrt import FakeGpu, install, toy_manifest, write_engines
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
+from tests.runtime.fake_tensorrt import FakeGpu, toy_manifest, write_engines
 
 
 @pytest.fixture

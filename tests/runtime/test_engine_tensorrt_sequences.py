@@ -19,7 +19,7 @@ from runtime.tensorrt_trunk import TensorrtTrunk
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_engines import VOCAB, plain_decode
 from tests.runtime.fake_passes import CHUNK, CONTEXT, MAX_ROWS
-from tests.runtime.fake_tensorrt import FakeGpu, install, toy_manifest, write_engines
+from tests.runtime.fake_tensorrt import FakeGpu, toy_manifest, write_engines
 
 END = 12
 PROMPT = [5, 3, 8, 1, 9, 2, 7, 7, 4, 0, 11, 6, 2, 2, END, 3, 1, 10, 5, 5, 4]
@@ -30,11 +30,6 @@ SAMPLERS: list[Sampler] = [
     ParamsSampler(SamplingParams(2.0, top_k=4, top_p=0.9, seed=79)),
 ]
 Pair = tuple[TensorrtTrunk, TensorrtDraft]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
 
 
 @pytest.fixture

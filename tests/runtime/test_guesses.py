@@ -16,7 +16,7 @@ from tests.exported import Exported, prefill, shifted
 from tests.model_checks import token_ids
 from tests.runtime.fake_engines import START_STATE, VOCAB, ToyHead, ToyTrunk, greedy, next_state, plain_decode
 from tests.runtime.fake_passes import CHUNK, CONTEXT, twisted
-from tests.runtime.fake_tensorrt import FakeGpu, install, toy_manifest, write_engines
+from tests.runtime.fake_tensorrt import FakeGpu, toy_manifest, write_engines
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 SAMPLERS = [ParamsSampler(SamplingParams()), ParamsSampler(SamplingParams(0.9, seed=4))]
@@ -81,11 +81,6 @@ def test_a_head_that_does_not_tell() -> None:
     text, _ = run(ToyTrunk(), head, greedy, controller)
     assert controller.judged == []
     head.check_rows(PROMPT + text)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return install(monkeypatch)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=["greedy", "temperature"])
