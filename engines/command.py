@@ -8,7 +8,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -130,6 +130,15 @@ def _of_a_file(error: OSError) -> NextnError:
 def say(text: str, to: TextIO | None = None) -> None:
     """Print lines to stdout, or ``to``. Names in them, of files, tensors and models, must not speak to the terminal."""
     print(printable_lines(text), file=to or sys.stdout)
+
+
+@contextlib.contextmanager
+def said_at_last(text: str) -> Iterator[None]:
+    """Say it after the block, whatever becomes of the files that are written there."""
+    try:
+        yield
+    finally:
+        say(text)
 
 
 def report(error: NextnError) -> int:

@@ -30,7 +30,7 @@ from runtime.benchmark.report import FORMAT, depth_entry, device_entries, failur
 from runtime.benchmark.table import table
 from runtime.benchmark.text import Texts, load_texts
 from runtime.benchmark.traffic import Traffic, traffic_of
-from runtime.command_line import run_command, say
+from runtime.command_line import run_command, said_at_last, say
 from runtime.engine import TimedDraft, TimedTrunk
 from runtime.model_cache import exported_folder
 from runtime.session import Session, open_session
@@ -54,12 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     load_s = time.perf_counter() - began
     report = {**_Benchmark(session, options, gpu).report(), "machine": machine, "load_s": round(load_s, 3)}
-    try:
+    with said_at_last(table(report)):
         write_report(options.json, json_text(report, indent=1) + "\n")
         if options.chart:
             draw(report, options.chart)
-    finally:
-        say(table(report))
     for line in report["failures"]:
         say(f"failed: {line}", to=sys.stderr)
     return EXIT_FAILED if report["failures"] else 0

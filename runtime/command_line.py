@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, Parser, run_command, say
+from engines.command import EXIT_INTERRUPTED, EXIT_PIPE_CLOSED, Parser, run_command, said_at_last, say
 from engines.draft_head import add_draft_head_arguments, draft_head_options
 from engines.errors import UsageError
 from engines.given_files import given_text
@@ -20,7 +20,7 @@ from runtime.sampling import SamplingParams
 from runtime.session import BACKENDS, DRAFT_N_DEFAULT, SPEC_TYPES, Session, SpecOptions, open_session
 
 # What every command line shares comes from `engines.command`; those of the runtime find all in one place.
-__all__ = ["EXIT_INTERRUPTED", "EXIT_PIPE_CLOSED", "Parser", "run_command", "say"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_PIPE_CLOSED", "Parser", "run_command", "said_at_last", "say"]
 _MOST_KEY_BYTES = 64 << 10
 
 

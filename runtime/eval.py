@@ -20,7 +20,7 @@ from engines.command import whole_numbers
 from engines.draft_head import draft_head_options
 from engines.errors import UsageError
 from engines.report_files import check_places, json_text, write_report
-from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, say
+from runtime.command_line import Parser, add_against_argument, add_model_arguments, run_command, said_at_last, say
 from runtime.diagnosis import Diagnosis, diagnose, naming
 from runtime.evaluation.measure import LocalModel, Run, suspicious_head
 from runtime.evaluation.page import page
@@ -48,12 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     session = None if options.model is None else _open(options)
     evaluation = _Evaluation(options, prompts, session, list(zip(servers, models, strict=True)))
     report = evaluation.report()
-    try:
+    with said_at_last(table(report)):
         write_report(options.json, json_text(report, indent=1) + "\n")
         write_report(options.csv, as_csv(evaluation.runs))
         write_report(options.html, page(report))
-    finally:
-        say(table(report))
     if evaluation.diagnosis:
         say(f"  build: {evaluation.diagnosis}")
     for line in report["failures"]:

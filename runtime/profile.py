@@ -19,7 +19,7 @@ from engines.engine_manifest import EngineManifest, load_engine_manifest
 from engines.errors import UsageError
 from engines.manifest import Manifest, load_manifest
 from engines.report_files import check_places, json_text, write_report
-from runtime.command_line import Parser, add_against_argument, run_command, say
+from runtime.command_line import Parser, add_against_argument, run_command, said_at_last, say
 from runtime.cuda import open_device
 from runtime.diagnosis import diagnose
 from runtime.inspection.cards import card_named
@@ -46,12 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     report = _read(options, manifest, engines) if options.trtexec else _measured(options, manifest)
     against = diagnosis.as_dict() if diagnosis else None
     report = {"format": FORMAT, "model": manifest.model_name, **report, "against": against}
-    try:
+    with said_at_last(table(report)):
         write_report(options.json, json_text(report, indent=1) + "\n")
         if options.chart:
             draw(report, options.chart)
-    finally:
-        say(table(report))
     if diagnosis:
         say(f"\nbuild: {diagnosis}")
     for fault in diagnosis.faults if diagnosis else ():
