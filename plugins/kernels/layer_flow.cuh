@@ -35,9 +35,6 @@ __device__ __forceinline__ bool absent(const float4& v) {
 __device__ __forceinline__ void await(const float* p, float& v) {
     while (absent(v)) v = load_now(p);
 }
-__device__ __forceinline__ void await(const float* p, float4& v) {
-    while (absent(v)) v = load_now4(p);
-}
 
 // Some lanes of each block fill what others will wait for.
 __device__ __forceinline__ void clear_own_tiles(const LayerParams& p, int lane, int lanes) {
