@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from engines.engine_manifest import Binding, EngineManifest, load_engine_manifest
-from engines.errors import EngineError
 from plugins.load import find_library, load_plugins, trt
 from plugins.log import messages
 from runtime import cuda
@@ -25,19 +24,20 @@ _AHEAD_BYTES, _AHEAD = 256 << 20, 60
 class ProfiledEngine:
     """An engine and buffers for passes of up to ``tokens`` tokens in its decode profile.
 
-    Raises EngineError, ResourceError."""
+    Everywhere raises EngineError, ResourceError."""
 
     def __init__(
         self, loader: EngineLoader, folder: Path, manifest: EngineManifest, role: str, stream: cuda.Stream
     ) -> None:
         self._spec, self._path = manifest.engines[role], manifest.file(folder, role)
-        self._stream = stream
+        self._loader, self._stream = loader, stream
         self._engine = loader.load(self._path, self._spec)
         self._context = loader.context(self._engine, self._path)
         index = [profile.name for profile in self._spec.profiles].index(PROFILE)
         self.limits = self._spec.profiles[index]
-        if not self._context.set_optimization_profile_async(index, stream.handle):
-            raise EngineError(f"{self._path}: profile {PROFILE} cannot be chosen; run `python -m engines.build` again")
+        with messages() as log:
+            if not self._context.set_optimization_profile_async(index, stream.handle):
+                raise loader.error(f"{self._path}: profile {PROFILE} cannot be chosen", log)
         stream.synchronize()
         nbytes = int(self._engine.get_device_memory_size_for_profile_v2(index))
         self._scratch = cuda.DeviceBuffer(nbytes)
@@ -68,13 +68,14 @@ class ProfiledEngine:
                 self._keep(binding.name, self._stream.upload(numbers[binding.name]))
             if any(isinstance(size, str) for size in binding.shape):
                 shape = tuple(self._size(size) for size in binding.shape)
-                if not self._context.set_input_shape(binding.name, shape):
-                    raise EngineError(f"{self._path}: takes no {binding.name} of shape {list(shape)}")
+                with messages() as log:
+                    if not self._context.set_input_shape(binding.name, shape):
+                        raise self._loader.error(f"{self._path}: takes no {binding.name} of shape {list(shape)}", log)
 
     def enqueue(self) -> None:
         with messages() as log:
             if not self._context.execute_async_v3(self._stream.handle):
-                raise EngineError(f"{self._path}: a pass failed: {log.first_error}")
+                raise self._loader.error(f"{self._path}: a pass of {self.tokens} tokens failed", log)
 
     def graph(self, repeats: int) -> tuple[list[float], int, int]:
         """Milliseconds of each of ``repeats`` replays of a recorded pass; its kernels and copies. Before `layers`."""
@@ -101,8 +102,9 @@ class ProfiledEngine:
                 self._stream.clear(ahead.address, ahead.nbytes)
             self.enqueue()
             self._stream.synchronize()
-            if not self._context.report_to_profiler():
-                raise EngineError(f"{self._path}: TensorRT reports no times of layers")
+            with messages() as log:
+                if not self._context.report_to_profiler():
+                    raise self._loader.error(f"{self._path}: no times of layers", log)
             runs.append(profiler.taken())
         names = [name for name, _ in runs[0]]
         times = [statistics.median(run[i][1] for run in runs[1:]) for i in range(len(names))]
@@ -113,8 +115,9 @@ class ProfiledEngine:
         self._bind(name, buffer.address)
 
     def _bind(self, name: str, address: int) -> None:
-        if not self._context.set_tensor_address(name, address):
-            raise EngineError(f"{self._path}: takes no memory for {name}")
+        with messages() as log:
+            if not self._context.set_tensor_address(name, address):
+                raise self._loader.error(f"{self._path}: takes no memory for {name}", log)
 
     def _nbytes(self, binding: Binding) -> int:
         most = {"T": self.limits.max_tokens, "R": self.limits.max_rows}
