@@ -30,7 +30,7 @@ from runtime.command_line import (
     session_of,
 )
 from runtime.sampling import SamplingParams
-from runtime.session import Session, check_prompt_ids
+from runtime.session import Session, check_prompt_ids, token_id
 from runtime.speculative import MAX_TOKENS_UNLIMITED, SpecStats, token_budget
 from runtime.terminal.screen import without_controls
 from runtime.tokenizer import StreamDecoder
@@ -84,20 +84,29 @@ def _given_prompt(options: argparse.Namespace) -> tuple[str | None, list[int]]:
     if options.prompt_ids is not None:
         if options.chat or options.system is not None:
             raise UsageError("--prompt-ids are taken as they are: --chat and --system need a prompt of text")
-        given = options.prompt_ids.strip()
-        try:
-            ids = [int(part) for part in re.split(r"\s*,\s*|\s+", given)] if given.strip(",") else []
-        except ValueError:
-            raise UsageError(f"--prompt-ids {options.prompt_ids!r}: wanted whole numbers, as in 1,2,3") from None
-        if not ids:
-            raise UsageError("--prompt-ids: the prompt is empty; give at least one token id")
-        return None, ids
+        return None, _ids(options.prompt_ids)
     if options.system is not None:
         options.system = _argument_text("--system", options.system)
     text = _read_text(options.file) if options.prompt is None else _argument_text("--prompt", options.prompt)
     if not text:
         raise UsageError("the prompt is empty; give some text with -p, -f or on stdin")
     return text, []
+
+
+def _ids(text: str) -> list[int]:
+    """Those that --prompt-ids gives, with commas or white space between them."""
+    given = text.strip()
+    if not given.strip(","):
+        raise UsageError("--prompt-ids: the prompt is empty; give at least one token id")
+    ids = []
+    for place, part in enumerate(re.split(r"\s*,\s*|\s+", given)):
+        token = token_id(part)
+        if token is None:
+            raise UsageError(
+                f"--prompt-ids: token {place} of the prompt is {part[:40]!r}; wanted plain decimal digits, as in 1,2,3"
+            )
+        ids.append(token)
+    return ids
 
 
 def _argument_text(flag: str, value: str) -> str:

@@ -22,6 +22,7 @@ from runtime.tokenizer import Tokenizer
 BACKENDS = ("auto", "onnxruntime", "tensorrt")
 SPEC_TYPES = ("auto", "none", "draft-mtp")
 DRAFT_N_DEFAULT = 3
+_ID_DIGITS_MAX = 32  # far more than any vocabulary needs, far fewer than Python refuses
 DRAFT_N_LIMIT = 64  # each draft asks for one more row of every buffer
 
 
@@ -169,6 +170,11 @@ def open_session(
 def make_sampler(params: SamplingParams) -> Sampler:
     """Token choice with resolved ``params``, for trunk and draft head alike."""
     return ParamsSampler(params)
+
+
+def token_id(text: str) -> int | None:
+    """The number that plain decimal digits stand for; None for anything else that `int` would take."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _ID_DIGITS_MAX else None
 
 
 def check_prompt_ids(ids: Sequence[int], manifest: Manifest) -> None:

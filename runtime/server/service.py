@@ -24,7 +24,7 @@ from runtime.server.metrics import Metrics
 from runtime.server.prompt import ChatPrompts
 from runtime.server.schema import Common
 from runtime.server.tool_calls import BEGIN, END
-from runtime.session import Session
+from runtime.session import Session, token_id
 
 # The state of a prompt is kept at its end and at most so many places before, this far apart or farther.
 _SAVES_PER_PROMPT, _SAVE_EVERY = 8, 512
@@ -107,9 +107,10 @@ class Service:
         """The request's penalties and biases, and ``more`` of `Adjustments`. Raises ApiError naming the field."""
         bias: dict[int, float] = {}
         for key, value in (request.logit_bias or {}).items():
-            if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < self.vocab_size):
+            token = token_id(key)
+            if token is None or token >= self.vocab_size:
                 raise bad_field("logit_bias", f"{key[:40]!r} is no token; ids are 0 to {self.vocab_size - 1}")
-            bias[int(key)] = float(value)
+            bias[token] = float(value)
         names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
         given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
         return Adjustments(**given, logit_bias=bias, **more)
