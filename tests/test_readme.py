@@ -93,6 +93,29 @@ def steady(line: str) -> str:
     return re.sub(r"\d+ ms|[\d.]+ a second", "#", line)
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    inside = [(page.parent / target if target else page, anchor) for target, anchor in links if "://" not in target]
+    assert [link for link in inside if link[1] not in anchors(link[0])] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page: Path) -> None:
+    """Without its first two lines, as behind an empty line, GitHub shows a table as text."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [re.sub(r"`[^`]*`", "", line).replace("\\|", "").count("|") for line in table.splitlines()]
+        assert re.fullmatch(r"\|( ?-+ ?\|)+", table.splitlines()[1]) and len(set(rows)) == 1, table[:200]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
