@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NUM_RUNS = 2 * len(list((ROOT / "tests" / "kernels").glob("test_*.py")))
+KERNEL_TESTS = [path.name for path in (ROOT / "tests" / "kernels").glob("test_*.py")]
+NUM_RUNS = 2 * len([name for name in KERNEL_TESTS if name != "test_layer_chain.py"])
 PASSED, NO_ERRORS, NO_HAZARDS = "7 passed in 1.00s", "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed"
 
 

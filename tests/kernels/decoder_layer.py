@@ -71,9 +71,12 @@ class RandomLayer:
     def nbytes(self) -> int:
         return sum(each.bytes for each in self.device)
 
-    def arguments(self, x: lib.DeviceArray, y: lib.DeviceArray, start: int, flags: int) -> lib.DecoderLayer:
-        """``start``: the slot to start from, or the position of an attention layer's first token."""
-        s, t = self.shape, x.shape[0]
+    def arguments(
+        self, x: lib.DeviceArray, y: lib.DeviceArray, start: int, flags: int, t: int | None = None
+    ) -> lib.DecoderLayer:
+        """``start``: the slot to start from, or the position of an attention layer's first token. ``t``: how many of
+        the rows; None: all. `slot` or `call` holds what they point to, until the next arguments are made."""
+        s, t = self.shape, x.shape[0] if t is None else t
         args = lib.DecoderLayer(x=x.ptr, y=y.ptr, t=t, d=s.d, eps=EPS, sync=self.sync.ptr, flags=flags)
         args.mixer_norm, args.ffn_norm = (each.ptr for each in self.constants)
         refs = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -226,12 +228,32 @@ def synchronize() -> None:
     check(runtime().cudaDeviceSynchronize())
 
 
-def poison_shared_memory() -> None:
-    """Leave NaN in the shared memory of every multiprocessor, so that a kernel that reads what it did not write fails:
-    a prefill matmul on rows of NaN fills its tiles with them."""
-    args, _ = _nan_matmul()
-    assert kernels().nextn_matmul(ctypes.byref(args), None) == 0
+@contextmanager
+def streams(count: int) -> Iterator[list[int]]:
+    """Streams beside each other, begun when all else is done; what is on them is done when the block ends."""
+    cudart = runtime()
     synchronize()
+    made = [check(cudart.cudaStreamCreateWithFlags(cudart.cudaStreamNonBlocking)) for _ in range(count)]
+    try:
+        yield [int(each) for each in made]
+    finally:
+        for each in made:
+            check(cudart.cudaStreamSynchronize(each))
+            check(cudart.cudaStreamDestroy(each))
+
+
+def poison_shared_memory() -> None:
+    """Leave NaN in all shared memory, so that a kernel that reads what it did not write fails."""
+    occupy(None, 1)
+    synchronize()
+
+
+def occupy(stream: int | None, times: int) -> None:
+    """Queue work for all multiprocessors, tens of microseconds each time: a prefill matmul on rows of NaN, which fills
+    its tiles in shared memory with them."""
+    args, _ = _nan_matmul()
+    for _ in range(times):
+        assert kernels().nextn_matmul(ctypes.byref(args), stream) == 0
 
 
 @cache
