@@ -1,117 +1,20 @@
 #include "attention.h"
 #include <type_traits>
+#include "attention_decode.cuh"
 #include "attention_prefill.cuh"
-#include "attention_tile.cuh"
 #include "launch.cuh"
 
 namespace nextn {
 namespace {
 
-// Split length of a token at `position`: a multiple of kKEYS that gives at most kMAX_SPLITS splits.  It depends on
-// the token's own position only; the tokens of one call have at most two different lengths.
-constexpr int kMAX_SPLITS = 64;
-__device__ __forceinline__ int split_length(int position) { return kKEYS * (position / (kKEYS * kMAX_SPLITS) + 1); }
-
-struct Partials {
-    float* out;       // [split][t][H][D], not divided by the sum
-    float2* maximum;  // [split][t][H]: maximum (in log2 units) and sum
-};
 __host__ __device__ size_t partial_values(int t, int heads, int d) {
     return static_cast<size_t>(kMAX_SPLITS) * t * heads * d;
 }
-Partials partials(void* workspace, int t, int heads, int d) {
-    auto* out = static_cast<float*>(workspace);
-    return {out, reinterpret_cast<float2*>(out + partial_values(t, heads, d))};
-}
-
-__device__ __forceinline__ float gated(float v, float gate) {
-    return __fmul_rn(v, __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate))));
-}
-
-// grid (splits, kv heads, variants * row blocks): variant 0 serves tokens with the first token's split length, 1 those
-// with a longer one; a row block is 16*MT query rows.
-template <int D, int MT, typename Rows>
-__global__ void __launch_bounds__(kATT_THREADS) split_kernel(const __grid_constant__ NextnAttention p, Partials part) {
-    extern __shared__ __align__(16) uint8_t raw[];
-    auto& s = *reinterpret_cast<AttentionShared<D, MT, Rows>*>(raw);
-    launch_dependents();
-    wait_for_predecessor();
-    const int position = __ldcg(p.position), split = blockIdx.x, kv = blockIdx.y;
-    const int variant = p.t > 1 ? blockIdx.z & 1 : 0, first_row = (p.t > 1 ? blockIdx.z >> 1 : 0) * 16 * MT;
-    const int final = min(position + p.t, p.capacity) - 1;
-    const int length = split_length(variant ? final : position);
-    if (final < position || (variant && length == split_length(position))) return;
-    const int begin = split * length, end = min(begin + length, final + 1);
-    if (begin >= end) return;
-    AttentionBlock<D, MT, Rows> block(s, p, kv);
-    const bool early = min(begin + Rows::kSTAGES * kKEYS, end) <= position;  // the first tiles hold no row of this call
-    if (early) block.start(begin, end);
-    for (int t = block.warp; t < p.t; t += kWARPS)
-        if (position + t >= begin && position + t < end)
-            append_row<D, Rows>(p, t, position + t, kv, s.scratch[block.warp], block.lane);
-    block.load_queries(first_row, position);
-    __syncthreads();  // appended rows are visible to the block from here on
-    if (!early) block.start(begin, end);
-    for (int r = threadIdx.x; r < 16 * MT; r += kATT_THREADS)
-        if (s.last[r] >= 0 && split_length(s.last[r]) != length) s.last[r] = -1;
-    block.attend(begin, end);  // starts with a barrier
+Partials partials(const NextnAttention& p) {
+    auto* out = static_cast<float*>(p.workspace);
     const int ratio = p.heads / p.kv_heads;
-    const auto index = [&](int r) {
-        const int row = first_row + r;
-        return (static_cast<int64_t>(split) * p.t + row / ratio) * p.heads + kv * ratio + row % ratio;
-    };
-    block.for_each_output([&](int r) {
-        float* to = s.last[r] >= begin ? part.out + index(r) * D : nullptr;
-        return [to](int c, float v) {
-            if (to) to[c] = v;
-        };
-    });
-    for (int r = threadIdx.x; r < 16 * MT; r += kATT_THREADS)
-        if (s.last[r] >= begin) part.maximum[index(r)] = make_float2(s.max[r], s.sum[r]);
-}
-
-// grid (heads, t), D threads: joins the splits of one token and head in order.
-template <int D>
-__global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ NextnAttention p, Partials part) {
-    __shared__ float weight[kMAX_SPLITS];
-    __shared__ float total;
-    launch_dependents();
-    wait_for_predecessor();
-    const int h = blockIdx.x, t = blockIdx.y, position = __ldcg(p.position) + t;
-    float* y = p.y + t * p.ld_y + h * D + threadIdx.x;
-    if (position >= p.capacity) {
-        *y = __uint_as_float(0x7fc00000u);
-        return;
-    }
-    const int splits = position / split_length(position) + 1;
-    const int64_t stride = static_cast<int64_t>(p.t) * p.heads, first = static_cast<int64_t>(t) * p.heads + h;
-    if (threadIdx.x < 32) {
-        float2 m[2];
-        float top = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int sp = threadIdx.x + 32 * i;
-            m[i] = sp < splits ? __ldcg(part.maximum + sp * stride + first) : make_float2(-INFINITY, 0.0f);
-            top = fmaxf(top, m[i].x);
-        }
-        for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float w = exp2f(__fsub_rn(m[i].x, top));
-            weight[threadIdx.x + 32 * i] = w;
-            sum = __fmaf_rn(w, m[i].y, sum);
-        }
-        for (int d = 16; d; d >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, d));
-        if (threadIdx.x == 0) total = sum;
-    }
-    __syncthreads();
-    float v = 0.0f;
-#pragma unroll 8
-    for (int sp = 0; sp < splits; ++sp)
-        v = __fmaf_rn(weight[sp], __ldcg(part.out + (sp * stride + first) * D + threadIdx.x), v);
-    const float gate = __ldcg(p.query_gate + t * p.ld_query + (2 * h + 1) * D + threadIdx.x);
-    *y = gated(__fdiv_rn(v, total), gate);
+    return {out, reinterpret_cast<float2*>(out + partial_values(p.t, p.heads, p.head_dim)), ratio,
+            65536u / static_cast<uint32_t>(ratio) + 1};
 }
 
 // Prefill: grid (t, kv heads), one warp each.
@@ -137,7 +40,7 @@ __global__ void __launch_bounds__(kATT_THREADS) prefill_kernel(const __grid_cons
     const int last_token = (min(first + kROWS, rows) - 1) / ratio;
     AttentionBlock<D, MT, Rows> block(s, p, kv);
     const int end = min(position + last_token + 1, p.capacity);
-    block.start(0, end);
+    block.start(0, end, end);
     block.load_queries(first, position);
     __syncthreads();
     block.attend(0, end);
@@ -165,15 +68,16 @@ __global__ void rope_rows_kernel(const int32_t* position, const double* inv_freq
     }
 }
 
-template <int D, int MT, typename Rows>
+template <int D, int MOST, typename Rows>
 cudaError_t run_split(const NextnAttention& p, const Partials& part, cudaStream_t stream) {
     Launch l;
-    const int row_blocks = ceil_div(p.t * (p.heads / p.kv_heads), 16 * MT);
-    l.grid = dim3(min(kMAX_SPLITS, ceil_div(p.capacity, kKEYS)), p.kv_heads, p.t > 1 ? 2 * row_blocks : 1);
+    const int row_blocks = ceil_div(p.t * (p.heads / p.kv_heads), 16);
+    // splits last: blocks that have one come first
+    l.grid = dim3(p.kv_heads, row_blocks, min(kMAX_SPLITS, ceil_div(p.capacity, kKEYS)));
     l.block = dim3(kATT_THREADS);
-    l.smem = sizeof(AttentionShared<D, MT, Rows>);
+    l.smem = sizeof(AttentionShared<D, MOST, Rows>);
     l.pdl = p.flags & NEXTN_PDL;
-    return launch(l, stream, split_kernel<D, MT, Rows>, p, part);
+    return launch(l, stream, split_kernel<D, MOST, Rows>, p, part);
 }
 
 template <int D, int MT, typename Rows>
@@ -204,7 +108,7 @@ cudaError_t run(const NextnAttention& p, cudaStream_t stream) {
         const bool wide = sizeof(AttentionShared<D, 4, Rows>) <= static_cast<size_t>(limits.smem_per_block);
         return wide ? run_prefill<D, 4, Rows>(p, stream) : run_prefill<D, 2, Rows>(p, stream);
     }
-    const Partials part = partials(p.workspace, p.t, p.heads, D);
+    const Partials part = partials(p);
     e = p.t * (p.heads / p.kv_heads) <= 16 ? run_split<D, 1, Rows>(p, part, stream)
                                            : run_split<D, 2, Rows>(p, part, stream);
     if (e != cudaSuccess) return e;

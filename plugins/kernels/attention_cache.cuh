@@ -75,9 +75,12 @@ struct HalfRows {
         }
     }
 
-    // Column of out[.][n][e].
-    __device__ static __forceinline__ int column(int warp, int n, int lane, int e) {
-        return 8 * (warp * kTILES + n) + 2 * (lane & 3) + (e & 1);
+    // put(column, two values of neighbouring columns) for this thread's of row lane / 4 + 8 * half of the 16.
+    template <typename Put>
+    __device__ static __forceinline__ void runs(const float (&out)[kTILES][4], int half, int warp, int lane, Put put) {
+#pragma unroll
+        for (int n = 0; n < kTILES; ++n)
+            put(8 * (warp * kTILES + n) + 2 * (lane & 3), make_float2(out[n][2 * half], out[n][2 * half + 1]));
     }
 };
 
@@ -178,8 +181,12 @@ struct ByteRows {
         }
     }
 
-    __device__ static __forceinline__ int column(int warp, int n, int lane, int e) {
-        return 32 * warp + 4 * (2 * (lane & 3) + (e & 1)) + n;
+    // As of HalfRows; four values.
+    template <typename Put>
+    __device__ static __forceinline__ void runs(const float (&out)[kTILES][4], int half, int warp, int lane, Put put) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e)
+            put(32 * warp + 4 * (2 * (lane & 3) + (e & 1)), make_float4(out[0][e], out[1][e], out[2][e], out[3][e]));
     }
 
 private:

@@ -5,8 +5,7 @@
 // values beyond the last row are read as 0, so rows and tokens around it change nothing. As 0 * NaN is NaN, a row whose
 // values the cache cannot hold is stored as values 0 and a key of NaN, which makes it and those after it NaN, no others.
 #pragma once
-#include "attention.h"
-#include "attention_cache.cuh"
+#include "attention_heads.cuh"
 
 namespace nextn {
 
@@ -28,69 +27,6 @@ struct AttentionShared {
     int last[kROWS];  // last key position of the row, -1 for a row that is not there
 };
 
-template <int D>
-__device__ __forceinline__ void load_head(float (&v)[D / 32], const float* x, int lane) {
-#pragma unroll
-    for (int j = 0; j < D / 32; ++j) v[j] = __ldcg(x + lane + 32 * j);
-}
-
-// y = rope(rms_norm(x)) of one head by one warp; `row` is a [D] scratch in shared memory that holds y afterwards.
-// turn(n): cosine and sine of pair lane + 32 n.
-template <int D, typename Turn>
-__device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const float* norm, float eps, Turn turn,
-                                               int pairs, float* row, int lane) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < D / 32; ++j) squares = __fmaf_rn(v[j], v[j], squares);
-#pragma unroll
-    for (int d = 16; d; d >>= 1) squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, d));
-    const float factor = __frsqrt_rn(__fmaf_rn(squares, 1.0f / D, eps));
-#pragma unroll
-    for (int j = 0; j < D / 32; ++j) row[lane + 32 * j] = __fmul_rn(__fmul_rn(v[j], factor), norm[lane + 32 * j]);
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < (D + 63) / 64; ++n) {
-        const int i = lane + 32 * n;
-        if (i >= pairs) break;
-        const float2 cs = turn(n);
-        const float a = row[i], b = row[i + pairs];
-        row[i] = __fmaf_rn(a, cs.x, -__fmul_rn(b, cs.y));
-        row[i + pairs] = __fmaf_rn(b, cs.x, __fmul_rn(a, cs.y));
-    }
-    __syncwarp();
-}
-template <int D>
-__device__ __forceinline__ void norm_rope_head(const float (&v)[D / 32], const float* norm, float eps, const float* cos,
-                                               const float* sin, int pairs, float* row, int lane) {
-    const auto turn = [&](int n) { return make_float2(__ldcg(cos + lane + 32 * n), __ldcg(sin + lane + 32 * n)); };
-    norm_rope_head<D>(v, norm, eps, turn, pairs, row, lane);
-}
-
-// Normalise, rotate and store the key, and store the value, of token t; one warp, scratch [D].
-// One whose values the cache cannot hold: see above.
-template <int D, typename Rows = HalfRows<D>>
-__device__ __forceinline__ void append_row(const NextnAttention& p, int t, int position, int kv, float* scratch,
-                                           int lane) {
-    const int pairs = p.rope_dim / 2;
-    const int64_t from = t * p.ld_kv + kv * D, at = (static_cast<int64_t>(position) * p.kv_heads + kv) * Rows::kBYTES;
-    float key[D / 32], value[D / 32];
-    load_head<D>(key, p.key + from, lane);
-    load_head<D>(value, p.value + from, lane);
-    norm_rope_head<D>(key, p.k_norm, p.eps, p.cos + t * pairs, p.sin + t * pairs, pairs, scratch, lane);
-    bool held = true;
-#pragma unroll
-    for (int j = 0; j < D / 32; ++j) {
-        key[j] = scratch[lane + 32 * j];
-        held &= fabsf(value[j]) <= Rows::kLARGEST;
-    }
-    if (!__all_sync(~0u, held))
-#pragma unroll
-        for (int j = 0; j < D / 32; ++j) key[j] = NAN, value[j] = 0.0f;
-    Rows::store(static_cast<uint8_t*>(p.key_cache) + at, key, lane);
-    Rows::store(static_cast<uint8_t*>(p.value_cache) + at, value, lane);
-    __syncwarp();
-}
-
 template <int D, int MT, typename Rows = HalfRows<D>>
 struct AttentionBlock {
     using Shared = AttentionShared<D, MT, Rows>;
@@ -102,7 +38,7 @@ struct AttentionBlock {
     float out[MT][kTILES][4];
 
     __device__ __forceinline__ AttentionBlock(Shared& shared, const NextnAttention& params, int kv_head)
-        : s(shared), p(params), kv(kv_head), warp(threadIdx.x >> 5), lane(threadIdx.x & 31) {}
+        : s(shared), p(params), kv(kv_head), warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)), lane(threadIdx.x & 31) {}
 
     // Query rows first_row.. of this kv head; a row that is not there is zero and its `last` is -1.
     __device__ __forceinline__ void load_queries(int first_row, int position) {
@@ -142,6 +78,10 @@ struct AttentionBlock {
                 }
             }
         }
+        clear();
+    }
+
+    __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -150,23 +90,32 @@ struct AttentionBlock {
                 for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
     }
 
-    // Start copying the rows key0 .. of a tile; rows at and beyond `end` become zeros.
-    __device__ __forceinline__ void copy_tile(typename Rows::Tile& to, const void* cache, int key0, int end) {
+    // Start copying the rows key0 .. of a tile; rows at and beyond `end` become zeros, those from `fresh` to there are
+    // left alone.
+    __device__ __forceinline__ void copy_tile(typename Rows::Tile& to, const void* cache, int key0, int fresh,
+                                              int end) {
         constexpr int kPIECES = Rows::kVALUE_BYTES / 16;  // 16-byte pieces of a row; int8 scales are one more
         constexpr int kSTEP = kATT_THREADS / kPIECES;     // rows that the block copies at once
+        constexpr int kTIMES = kSTEP < kKEYS ? kKEYS / kSTEP : 1;
         const int stride = p.kv_heads * Rows::kBYTES, j0 = threadIdx.x / kPIECES, at = threadIdx.x % kPIECES * 16;
         const uint8_t* tile =
             static_cast<const uint8_t*>(cache) + static_cast<int64_t>(key0) * stride + kv * Rows::kBYTES;
         if (key0 < end && (kSTEP <= kKEYS || j0 < kKEYS)) {
+            const uint8_t* from = kept(tile + j0 * stride + at);
+            const uint32_t place = kept(smem_address(to[j0] + at));
 #pragma unroll
-            for (int j = 0; j < kKEYS; j += kSTEP)
-                cp_async_16(to[j + j0] + at, tile + (j + j0) * stride + at, key0 + j + j0 < end);
+            for (int i = 0; i < kTIMES; ++i, from += kSTEP * stride)
+                if (copied(key0 + i * kSTEP + j0, fresh, end))
+                    cp_async_16(place + i * kSTEP * Rows::kPITCH, from, key0 + i * kSTEP + j0 < end);
         }
-        if (key0 < end && Rows::kBYTES > Rows::kVALUE_BYTES && threadIdx.x < kKEYS)
+        if (key0 < end && Rows::kBYTES > Rows::kVALUE_BYTES && threadIdx.x < kKEYS &&
+            copied(key0 + threadIdx.x, fresh, end))
             cp_async_16(to[threadIdx.x] + Rows::kVALUE_BYTES, tile + threadIdx.x * stride + Rows::kVALUE_BYTES,
                         key0 + threadIdx.x < end);
         cp_async_commit();
     }
+
+    __device__ __forceinline__ static bool copied(int key, int fresh, int end) { return key < fresh || key >= end; }
 
     // scores[r][j] = q[r] . k[j]; warp w takes keys 8w ..
     __device__ __forceinline__ void multiply_keys(int stage) {
@@ -219,7 +168,7 @@ struct AttentionBlock {
 
     // out = rescale * out + weights . v
     __device__ __forceinline__ void multiply_values(int stage) {
-        if (warp >= Rows::kVALUE_WARPS) return;
+        if (Rows::kVALUE_WARPS < kWARPS && warp >= Rows::kVALUE_WARPS) return;
 #pragma unroll
         for (int m = 0; m < MT; ++m) {
             const float f0 = s.rescale[16 * m + (lane >> 2)], f8 = s.rescale[16 * m + 8 + (lane >> 2)];
@@ -231,12 +180,13 @@ struct AttentionBlock {
         Rows::template add_values<MT>(out, s.weights, s.v[stage], warp, lane);
     }
 
-    // Start reading the first kSTAGES tiles of keys begin .. end-1, begin a multiple of kKEYS.
-    __device__ __forceinline__ void start(int begin, int end) {
+    // Start reading the first kSTAGES tiles of keys begin .. end-1, begin a multiple of kKEYS; rows from `fresh` on are
+    // for the caller to store.
+    __device__ __forceinline__ void start(int begin, int end, int fresh) {
 #pragma unroll
         for (int i = 0; i < kSTAGES; ++i) {
-            copy_tile(s.k[i], p.key_cache, begin + i * kKEYS, end);
-            copy_tile(s.v[i], p.value_cache, begin + i * kKEYS, end);
+            copy_tile(s.k[i], p.key_cache, begin + i * kKEYS, fresh, end);
+            copy_tile(s.v[i], p.value_cache, begin + i * kKEYS, fresh, end);
         }
     }
 
@@ -249,31 +199,38 @@ struct AttentionBlock {
             __syncthreads();
             multiply_keys(stage);
             __syncthreads();
-            copy_tile(s.k[stage], p.key_cache, key0 + kSTAGES * kKEYS, end);
+            copy_tile(s.k[stage], p.key_cache, key0 + kSTAGES * kKEYS, end, end);
             softmax_tile(key0);
             cp_async_wait<kLATER>();
             __syncthreads();
             multiply_values(stage);
             __syncthreads();
-            copy_tile(s.v[stage], p.value_cache, key0 + kSTAGES * kKEYS, end);
+            copy_tile(s.v[stage], p.value_cache, key0 + kSTAGES * kKEYS, end, end);
             stage = (stage + 1) % kSTAGES;
         }
+    }
+
+    // f(row)(column, run) for every run of neighbouring columns, float2 or float4, that this thread has of a row.
+    template <typename F>
+    __device__ __forceinline__ void for_each_run(F f) const {
+        if (Rows::kVALUE_WARPS < kWARPS && warp >= Rows::kVALUE_WARPS) return;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                Rows::runs(out[m], half, warp, lane, f(16 * m + 8 * half + (lane >> 2)));
     }
 
     // f(row)(column, value) for every accumulator of this thread; column in 0..D-1.
     template <typename F>
     __device__ __forceinline__ void for_each_output(F f) const {
-        if (warp >= Rows::kVALUE_WARPS) return;
+        for_each_run([&](int r) {
+            return [put = f(r)](int c, const auto& run) {
+                const auto* v = reinterpret_cast<const float*>(&run);
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const auto put = f(16 * m + 8 * half + (lane >> 2));
-#pragma unroll
-                for (int n = 0; n < kTILES; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) put(Rows::column(warp, n, lane, e), out[m][n][2 * half + e]);
-            }
+                for (int i = 0; i < static_cast<int>(sizeof(run) / sizeof(float)); ++i) put(c + i, v[i]);
+            };
+        });
     }
 };
 

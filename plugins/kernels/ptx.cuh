@@ -61,7 +61,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
 }
 
 // 16-byte asynchronous copy; `valid` false writes zeros instead of reading.
-__device__ __forceinline__ void cp_async_16(void* dst, const void* src, bool valid = true) {
+template <typename To>
+__device__ __forceinline__ void cp_async_16(To dst, const void* src, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(dst)), "l"(src), "r"(valid ? 16 : 0)
                  : "memory");
 }
