@@ -56,8 +56,7 @@ struct SplitBlock : AttentionBlock<D, MT, Rows> {
         for (int i = 0; i < 2; ++i) {
             const int r = 16 * g + warp + 8 * i, t = row_of(r).t, at = position + t;
 #pragma unroll
-            for (int j = 0; j < D / 32; ++j)
-                s.q[r][Rows::query_place(lane + 32 * j)] = __float2half_rn(query.v[i][j]);
+            for (int j = 0; j < D / 32; ++j) s.q[r][Rows::query_place(lane + 32 * j)] = __float2half_rn(query.v[i][j]);
             if (lane == 0) {
                 s.last[r] = t < p.t && at < p.capacity && split_length(at) == length ? at : -1;
                 s.max[r] = -INFINITY;

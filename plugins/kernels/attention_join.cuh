@@ -40,8 +40,8 @@ __device__ __forceinline__ float weigh(float (&weight)[kMAX_SPLITS / 32], const 
 
 // grid (heads, t), D threads: joins the splits of one token and head in order.
 template <int D>
-__global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ NextnAttention p,
-                                                    const __grid_constant__ Partials part) {
+__global__ void __launch_bounds__(D)
+    combine_kernel(const __grid_constant__ NextnAttention p, const __grid_constant__ Partials part) {
     constexpr int kTOGETHER = 16, kMINE = kMAX_SPLITS / 32;
     launch_dependents();
     const int h = blockIdx.x, t = blockIdx.y, c = threadIdx.x, lane = c & 31;

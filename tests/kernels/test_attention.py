@@ -167,9 +167,9 @@ def test_cost_of_int8_rows(rng: np.random.Generator, t: int) -> None:
     assert error < INT8_ERROR
 
 
-# 4096 and 8192: where the split length changes
+# 2048: where blocks begin to take 32 rows; 4096 and 8192: where the split length changes
 @pytest.mark.parametrize("shape", [TINY, NINE_B, BIG], ids=str)
-@pytest.mark.parametrize("position", [0, 60, 127, 1000, 4090, 8188, 16384])
+@pytest.mark.parametrize("position", [0, 60, 127, 1000, 2044, 4090, 8188, 16384])
 @both_caches
 def test_does_not_depend_on_t(rng: np.random.Generator, shape: Shape, position: int, cache_type: int) -> None:
     layer = Layer(rng, shape, position + 8, cache_type=cache_type)
