@@ -26,7 +26,7 @@ struct Consumer {
     RingPosition at;
     int pairs;  // of tiles so far
     Operand x;
-    float4 norm[2];  // of the values that this warp quantises first, but for two to four tokens
+    float4 norm[2];  // one token: of the values that this warp quantises first
 
     // The two warps of a superblock.
     __device__ __forceinline__ void meet_other_tile() {
@@ -40,11 +40,9 @@ struct Consumer {
     __device__ __forceinline__ void begin(int k) {
         const Phase& f = p.phase[k];
         if (kSPLIT) own = rank ? f.width + place : place < f.width ? place : kHALF + place;
-        if constexpr (kONE || !kSPLIT) {
-            const int unit = kONE ? own : first_unit(warp);
+        if constexpr (kONE) {
             norm[0] = norm[1] = float4{};  // frees their registers until here
-            if (p.source[k].norm && unit < f.supers * p.t && tile == 0)
-                load_norm(p.source[k], unit % f.supers, lane, norm);
+            if (p.source[k].norm && own < f.supers && tile == 0) load_norm(p.source[k], own, lane, norm);
         }
     }
 
@@ -91,14 +89,15 @@ struct Consumer {
     __device__ __forceinline__ void take_stage(uint32_t rows, int stride, bool mine, const OneToken<TYPE>& one,
                                                float (&y)[NT][2], int lane) {
         const uint32_t full = barriers + 8 * at.stage, from = rows + at.stage * p.stage_bytes;
-        mbarrier_wait(full, at.phase);
+#pragma unroll
+        for (int i = 0; i < kSTAGE_COPIES<TOKENS>; ++i) mbarrier_wait(full + 8 * kMAX_STAGES * i, at.phase);
         if constexpr (kONE) {
             if (mine) y[0][0] = dot_one(from, 8 * stride, own & 1, one, lane, [] {}, y[0][0]);
         } else {
             if (mine) dot_super<TYPE>(from, 8 * stride, own & 1, x, y, lane & 3);
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(full + 8 * kMAX_STAGES);  // `empty` follows `full`
+        if (lane == 0) mbarrier_arrive(full + 8 * kSTAGE_COPIES<TOKENS> * kMAX_STAGES);  // `empty` follows `full`
         at.next(p.stages);
     }
     // The same of the tiles of a pair, one after the other in one loop: a body for every tile, or every product, would
@@ -174,9 +173,7 @@ struct Consumer {
             if constexpr (kSPLIT) {
                 hand_over(k, y, lane);
             } else {
-                const int turn = pairs * (((g.second ? 1 : kPAIR) * kTILE_ROWS * p.t + 31) / 32);
-                const int place = (own - turn) & (kWARPS - 1);
-                store_results<TOKENS, NT>(p, s, s.partial[pairs & 1], f, g, u, count, own, place, lane, y);
+                store_results<TOKENS, NT>(p, s, f, g, u, count, pairs, own, lane, y);
             }
         }
     }
@@ -245,14 +242,22 @@ struct Consumer {
         if (first) trace(p, 5 * k + 3);
     }
 
-    // More than four tokens. Only warps that quantise wait for results of other blocks, each warp for its superblock of
-    // operands. Of several chunks these come later.
-    __device__ __forceinline__ void prepare_together(int k) {
-        const int supers = p.phase[k].supers, units = supers * p.t;
-        const bool quantises = first_unit(keep(warp)) < units;  // worked out here, not before everything else
+    // More than four tokens: the first product's rows.
+    __device__ __forceinline__ void quantize_first_together() {
+        const int k = p.first, supers = p.phase[k].supers, first = first_unit(warp);
+        const bool quantises = first < supers * p.t;
+        float4 norm[2] = {};
+        if (p.source[k].norm && quantises) load_norm(p.source[k], first % supers, lane, norm);
+        wait_for_predecessor();
+        if (threadIdx.x == 0) s.quantised_begun = GridBarrier(p.sync).bit;  // of the predecessor
+        trace(p, 1);
         quantize_together(p, k, supers, warp, lane, norm);
         trace(p, 5 * k + 3);
-        if (k == p.first && !p.cleared) meet_quantised(p, s, units, quantises, warp, lane);
+        if (!p.cleared) meet_quantised(p, s, supers * p.t, quantises, warp, lane);
+    }
+    // Each warp waits for its superblock of operands. Of several chunks these come later.
+    __device__ __forceinline__ void prepare_together(int k) {
+        const int supers = p.phase[k].supers;
         x = Operand{};  // frees its registers until here
         if (p.phase[k].chunks == 1 && own < supers) take_superblock(p.phase[k].operands[own], p.t, x);
         if (k == p.first) {

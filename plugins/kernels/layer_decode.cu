@@ -37,10 +37,11 @@ __device__ __forceinline__ void multiply_all(const LayerParams& p, LayerShared<T
         c.way = keep(way_to_block(&s, c.tile));
     }
     c.begin(p.first);
-    if constexpr (Consumer::kONE || !kSPLIT<TOKENS>) {
+    if constexpr (Consumer::kONE) {
         wait_for_predecessor();
-        if (!kSPLIT<TOKENS> && threadIdx.x == 0) s.quantised_begun = GridBarrier(p.sync).bit;  // of the predecessor
         trace(p, 1);
+    } else if constexpr (!kSPLIT<TOKENS>) {
+        c.quantize_first_together();
     }
 #pragma unroll 1
     for (int k = p.first;; ++k) {
@@ -65,13 +66,15 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
     extern __shared__ __align__(128) uint8_t memory[];
     auto& s = *reinterpret_cast<LayerShared<TOKENS>*>(memory);
     uint8_t* ring = memory + kSHARED_BYTES<TOKENS>;
-    uint8_t* scratch = ring + p.stages * p.stage_bytes;
+    // of more than four tokens nobody's sums wait while the delta net is at work
+    uint8_t* scratch = kSPLIT<TOKENS> ? ring + p.stages * p.stage_bytes : reinterpret_cast<uint8_t*>(s.partial);
+    static_assert(kSPLIT<TOKENS> || sizeof(DeltaShared<TOKENS>) <= sizeof(s.partial));
     // by way of a shuffle, so that the compiler knows that a warp's lanes agree on it
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
-            mbarrier_init(s.full + i, 1);
+            for (auto& part : s.full) mbarrier_init(part + i, 1);
             mbarrier_init(s.empty + i, kWARPS);
         }
         for (uint64_t& each : s.read) mbarrier_init(&each, TOKENS == 1 ? kWARPS / kCLUSTER : kWARPS);
@@ -79,8 +82,8 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
         mbarrier_init(&s.all_clear, 1);
         s.reading = 0;
         for (int i = 0; i < kBUFFERS<TOKENS>; ++i) {
-            mbarrier_init(s.given + i, 1);
-            for (auto& each : s.taken) mbarrier_init(each + i, TOKENS == 1 ? 1 : kADDERS);
+            mbarrier_init(s.given + i, kSPLIT<TOKENS> ? 1 : kWARPS);
+            for (auto& each : s.taken) mbarrier_init(each + i, !kSPLIT<TOKENS> ? kADDING : TOKENS == 1 ? 1 : kADDERS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -96,6 +99,11 @@ __global__ void __launch_bounds__(kTHREADS + kHELPERS, 1) layer_kernel(const __g
             clear_and_fetch(p, s, warp - kWARPS - 1, lane);
             if constexpr (kSPLIT<TOKENS>)
                 if (warp > kWARPS + 1) Adder<TOKENS>{p, s, warp - kWARPS - 2, rank, lane}.run();
+            if constexpr (!kSPLIT<TOKENS>)
+                if (warp == kWARPS + kCLEANERS && p.first < p.last) {
+                    mbarrier_wait(&s.all_clear, 0);
+                    quantize_as_they_come(p, lane);
+                }
         }
     } else {
         more_registers<kCONSUMER_REGISTERS<TOKENS>>();
@@ -133,7 +141,7 @@ cudaError_t run(LayerParams& p, int blocks, const DeviceLimits& limits, bool pdl
     // of one token those of two products, or of all chunks of the last one
     const int slots = (TOKENS == 1 ? max(p.phase[kDOWN].chunks + 1, 2) : 1) * kWARPS / kCLUSTER;
     const size_t operands = kSPLIT<TOKENS> ? slots * sizeof(typename Consumer<TOKENS>::Slot) : 0;
-    const size_t scratch = max(operands, p.delta_net ? sizeof(DeltaShared<TOKENS>) : 0);
+    const size_t scratch = kSPLIT<TOKENS> ? max(operands, p.delta_net ? sizeof(DeltaShared<TOKENS>) : 0) : 0;
     const size_t besides = kSHARED_BYTES<TOKENS> + round_up(scratch, 128), room = limits.smem_per_block - besides;
     p.stage_bytes = static_cast<int>(round_up(stage, 128));
     p.stages = static_cast<int>(min(room / p.stage_bytes, static_cast<size_t>(kMAX_STAGES)));

@@ -23,8 +23,8 @@ __device__ __forceinline__ void for_each_pair(const LayerParams& p, int rank, co
         }
 }
 
-// Stages under way at most, about what the memory needs to be busy: with more, everything else that the block reads or
-// writes queues up behind them.
+// Stages under way at most, or with more than four tokens halves of them, about what the memory needs to be busy: with
+// more, everything else that the block reads or writes queues up behind them.
 constexpr int kIN_FLIGHT = 2;
 // Stages of a product that are brought before the block has read its rows, one less than there are at most: more would
 // keep these from coming.
@@ -39,35 +39,75 @@ __device__ __forceinline__ void wait_while_reading(volatile const int& warps) {
 }
 
 template <int TOKENS>
+struct Producer {
+    static constexpr int kCOPIES = kSTAGE_COPIES<TOKENS>;
+
+    const LayerParams& p;
+    LayerShared<TOKENS>& s;
+    uint32_t ring;
+    RingPosition at, landed;  // landed: kIN_FLIGHT copies behind
+    int issued = 0, product = 0, early = 0;
+
+    // Of rows past the last one anything will do.
+    __device__ __forceinline__ void bring(int k, const uint8_t* from, int pitch, int rows, int stride, int bytes) {
+        if constexpr (kSPLIT<TOKENS>)
+            bring_whole(k, from, pitch, rows, stride, bytes);
+        else
+            bring_by_halves(from, pitch, rows, stride, bytes);
+        at.next(p.stages);
+    }
+    __device__ __forceinline__ void bring_whole(int k, const uint8_t* from, int pitch, int rows, int stride,
+                                                int bytes) {
+        if (k != product) {
+            product = k;
+            early = 0;
+        }
+        if (k != p.first && early++ == min(kEARLY, p.stages - 1)) mbarrier_wait(s.read + k, 0);
+        if (issued++ >= kIN_FLIGHT) {
+            mbarrier_wait(s.full[0] + landed.stage, landed.phase);
+            landed.next(p.stages);
+        }
+        mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
+        wait_while_reading(s.reading);
+        produce_rows<false>(from, pitch, min(kSTAGE_ROWS<TOKENS>, rows), ring + at.stage * p.stage_bytes, stride, bytes,
+                            s.full[0] + at.stage);
+    }
+    __device__ __forceinline__ void bring_by_halves(const uint8_t* from, int pitch, int rows, int stride, int bytes) {
+        constexpr int kROWS = kSTAGE_ROWS<TOKENS> / kCOPIES;
+        if (issued == kCOPIES * kEARLY_OF_FIRST) mbarrier_wait(s.read + p.first, 0);
+        mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
+        uint32_t to = ring + at.stage * p.stage_bytes;
+#pragma unroll 1
+        for (int i = 0; i < kCOPIES; ++i) {
+            if (issued >= kIN_FLIGHT) {
+                const int half = issued % kCOPIES;
+                mbarrier_wait(s.full[half] + landed.stage, landed.phase);
+                if (half == kCOPIES - 1) landed.next(p.stages);
+            }
+            ++issued;
+            produce_rows<true>(from, pitch, max(min(kROWS, rows), 0), to, stride, bytes, s.full[i] + at.stage);
+            to += kROWS * stride;
+            from += kROWS * static_cast<int64_t>(pitch);
+            rows -= kROWS;
+        }
+    }
+    static_assert(kIN_FLIGHT % kCOPIES == 0, "see `half`");
+};
+
+template <int TOKENS>
 __device__ __forceinline__ void bring_weights(const LayerParams& p, LayerShared<TOKENS>& s, uint32_t ring, int rank) {
-    RingPosition at, landed;  // landed: kIN_FLIGHT stages behind
-    int issued = 0, product = p.first, early = 0;
+    Producer<TOKENS> producer{p, s, ring};
+    producer.product = p.first;
     for_each_pair(p, rank, [&](int k, const Segment& g, const Pair& pair) {
         const Phase& f = p.phase[k];
         const int size = super_bytes(g.type), stride = stage_row(g.type, f.width), pitch = f.supers * size;
         for (int c = 0; c < f.chunks; ++c) {
             const RowPart part = row_part(f, size, rank, c);
             for (int j = 0; j < pair.count; ++j) {
-                if (k != product) {
-                    product = k;
-                    early = 0;
-                }
-                if (kSPLIT<TOKENS> && k != p.first && early++ == min(kEARLY, p.stages - 1))
-                    mbarrier_wait(s.read + k, 0);
-                if (!kSPLIT<TOKENS> && issued == kEARLY_OF_FIRST) mbarrier_wait(s.read + p.first, 0);
-                if (issued++ >= kIN_FLIGHT) {
-                    mbarrier_wait(s.full + landed.stage, landed.phase);
-                    landed.next(p.stages);
-                }
-                mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
-                if (kSPLIT<TOKENS>) wait_while_reading(s.reading);
                 const int row = (g.second ? pair.u : pair.u + j * static_cast<int>(gridDim.x)) * kTILE_ROWS;
                 const uint8_t* from = (j && g.second ? g.second : g.weight) + row * static_cast<int64_t>(pitch) +
                                       c * kWARPS * size + part.from;
-                // of rows past the last one anything will do
-                produce_rows(from, pitch, min(kSTAGE_ROWS<TOKENS>, g.n - row), ring + at.stage * p.stage_bytes, stride,
-                             part.bytes, s.full + at.stage);
-                at.next(p.stages);
+                producer.bring(k, from, pitch, g.n - row, stride, part.bytes);
             }
         }
     });

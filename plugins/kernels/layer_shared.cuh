@@ -10,12 +10,16 @@ template <int TOKENS>
 constexpr bool kSPLIT = TOKENS <= kGroupTokens;
 template <int TOKENS>
 constexpr int kSTAGE_ROWS = (kSPLIT<TOKENS> ? kCLUSTER : 1) * kTILE_ROWS;
+// A stage's rows come in so many parts. The less is under way at once, the sooner blocks have what they give each
+// other, of which there is more with more tokens; but every part costs its wait.
+template <int TOKENS>
+constexpr int kSTAGE_COPIES = kSPLIT<TOKENS> ? 1 : 2;
 // In groups of four.
 template <int TOKENS>
 constexpr int kGROUPS = ceil_div(TOKENS, kGroupTokens);
 
 // Sums of one warp of a pair of tiles: of one token [row][tile], of up to four [lane][half of the rows][tile], the lane
-// as the tensor cores have it, 4 * row + token; of more see store_results. partial: [buffer][superblock's place].
+// as the tensor cores have it, 4 * row + token; of more see place_of_sum. partial: [buffer][superblock's place].
 template <int TOKENS>
 constexpr int kWARP_FLOATS = kPAIR * TOKENS * kTILE_ROWS;
 template <int TOKENS>
@@ -32,7 +36,7 @@ struct LayerShared {
     float factor[kPHASES][NEXTN_MAX_DECODE_T];            // where rows are not split
     float own_squares[2][kWARPS / kCLUSTER][TOKENS];      // of this block's superblocks, of two products in turns
     DeltaWindow window;
-    uint64_t full[kMAX_STAGES], empty[kMAX_STAGES];   // of the weight ring
+    uint64_t full[kSTAGE_COPIES<TOKENS>][kMAX_STAGES], empty[kMAX_STAGES];  // of the weight ring
     uint64_t given[kBUFFERS<TOKENS>];                 // of partial
     uint64_t taken[kCLUSTER][kBUFFERS<TOKENS>];       // the same of each block of the cluster
     uint64_t read[kPHASES];         // the block has read a product's rows (of its first chunk)

@@ -65,18 +65,28 @@ __device__ __forceinline__ RowPart row_part(const Phase& f, int size, int rank, 
 }
 
 // The producer warp: a part of `rows` rows, `pitch` apart. All of it is the same in every lane, or the copies would go
-// through a loop over lanes.
+// through a loop over lanes. FIRST_OUT: they leave L2 before anything else does.
+template <bool FIRST_OUT>
 __device__ __forceinline__ void produce_rows(const uint8_t* from, int pitch, int rows, uint32_t to, int stride,
                                              int bytes, uint64_t* full) {
 #if __CUDA_ARCH__ >= 900
     if (!elect_lane()) return;
     arrive_expecting(full, rows * bytes);
     if (bytes == 0) return;
+    const uint32_t barrier = smem_address(full);
+    uint64_t policy = 0;
+    if (FIRST_OUT) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
 #pragma unroll 4
     for (int r = 0; r < rows; ++r, to += stride, from += pitch)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     ::"r"(to), "l"(from), "r"(bytes), "r"(smem_address(full))
-                     : "memory");
+        if constexpr (FIRST_OUT)
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                : "memory");
+        else
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
+                         : "memory");
 #endif
 }
 

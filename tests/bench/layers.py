@@ -21,8 +21,8 @@ LAYERS, REPEATS = 8, 3
 BLOCKS = 132
 PHASES = ("input", "output", "gate/up", "down")
 # Points of the trace in the order they are reached, each with what came before it. 5 k + 2: phase k has its rows (up to
-# four tokens); 3: quantised; 4: operands ready (not of two to four); 5: product done. 6: what the rest writes is clear,
-# barrier passed (more than four tokens).
+# four tokens); 3: quantised (of more than four only the first); 4: operands ready (not of two to four); 5: product
+# done. 6: what the rest writes is clear, barrier passed (more than four tokens).
 POINTS = [(0, ""), (1, "predecessor")]
 for _k, _phase in enumerate(PHASES):
     POINTS += [
@@ -50,8 +50,12 @@ def layer_time(layers: list[RandomLayer], t: int, flags: int) -> float:
 
 def print_trace(layer: RandomLayer, t: int) -> None:
     clocks = layer.sync.host()[SYNC_BYTES // 4 :][: BLOCKS * 2 * TRACED].view(np.int64).reshape(BLOCKS, TRACED)
-    left_out = "none" if t == 1 else "operands" if t <= 4 else "rows"
-    points = [(at, name) for at, name in POINTS if not name.endswith(left_out)]
+    absent = "none" if t == 1 else "operands" if t <= 4 else "rows"
+    points = [
+        (at, name)
+        for at, name in POINTS
+        if not name.endswith(absent) and not (t > 4 and name.endswith("quantising") and not name.startswith(PHASES[0]))
+    ]
     spent = np.diff(clocks[:, [at for at, _ in points]], axis=1)
     parts = (f"{n} {d.mean():.0f} ({d.min()}, {d.max()})" for (_, n), d in zip(points[1:], spent.T, strict=True))
     print("   " + "; ".join(parts))
