@@ -32,7 +32,8 @@ __device__ __forceinline__ void dot_tile(const DecodeParams& p, const uint8_t* s
         else
             dot_q6_k<false>(r0, r8, x, y, q);
     } else {
-        dot_affine<TYPE>(r0, r8, x, y, q);
+        const uint32_t piece = smem_address(stage) + piece_offset<TYPE>(p, lane) + warp * kSuperBytes<TYPE>;
+        dot_affine<TYPE>(r0, r8, piece, x, y, q);
     }
 }
 
@@ -151,7 +152,8 @@ Plan plan_for(const NextnMatmul& m, int type, const DeviceLimits& d) {
         const size_t partial = plan.one   ? one_token_bytes(plan.ks)
                                : plan.few ? few_tokens_bytes(plan.ks)
                                           : partial_bytes(plan.ks, ceil_div(m.t, kGroupTokens));
-        plan.stages = static_cast<int>(min((all - partial) / stage, static_cast<size_t>(kMAX_RING)));
+        const size_t most = plan.few ? kFEW_GROUP / ceil_div(m.t, kGroupTokens) : kMAX_RING;
+        plan.stages = static_cast<int>(min((all - partial) / stage, most));
         plan.smem = plan.stages * stage + partial;
         return plan;
     }

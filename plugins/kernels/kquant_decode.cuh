@@ -9,6 +9,7 @@
 namespace nextn {
 
 constexpr int kROWS = 16, kMAX_KS = 16, kMAX_RING = 8;  // rows of a tile, consumer warps, stages
+constexpr int kFEW_GROUP = 8;  // tiles whose sums meet at once for 2 to 4 tokens; half of them for more
 
 struct DecodeMatrix {
     const uint8_t* weight;
@@ -80,6 +81,12 @@ __device__ __forceinline__ int offset_of_second(const DecodeParams& p) {
     return p.together == 1 ? 8 * p.row_stride : p.together == 2 ? p.ks * kSuperBytes<TYPE> : 2 * p.row_stride;
 }
 
+// Place in a stage of what the lane reads for dot_affine.
+template <int TYPE>
+__device__ __forceinline__ int piece_offset(const DecodeParams& p, int lane) {
+    return offset_of_row<TYPE>(p, lane & 7) + (lane & 8 ? offset_of_second<TYPE>(p) : 0) + (lane & 16);
+}
+
 __device__ __forceinline__ int stage_bytes(const DecodeParams& p) { return kROWS / p.together * p.row_stride; }
 
 // All lanes of one warp.  Rows past the matrix's last are another one's again, or, several to a copy, left as they are.
@@ -95,11 +102,7 @@ __device__ __forceinline__ void produce(const DecodeParams& p, uint8_t* stage, u
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(smem_address(full)), "r"(piece.bytes)
                      : "memory");
         if (piece.bytes)
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    smem_address(stage + lane * p.row_stride)),
-                "l"(piece.from), "r"(piece.bytes), "r"(smem_address(full))
-                : "memory");
+            copy_bulk(smem_address(stage + lane * p.row_stride), piece.from, piece.bytes, full, used_once());
     }
 #else
     for (int r = 0; r < kROWS; ++r) {
@@ -116,7 +119,7 @@ __device__ __forceinline__ void store(const DecodeParams& p, const Tile& tile, i
     const int n = tile.row + row;
     if (token >= p.t || n >= m.n) return;
     if (p.residual) v = __fadd_rn(p.residual[token * p.ldr + n], v);
-    m.y[token * m.ldy + n] = v;
+    store_in_l2(m.y + token * m.ldy + n, v);
 }
 
 __device__ __forceinline__ void consumer_barrier(int warps) {

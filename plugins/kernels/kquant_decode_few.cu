@@ -5,51 +5,75 @@
 namespace nextn {
 namespace {
 
-// Tiles whose sums meet at once; even, so that gate and up do.
+// Tiles whose sums meet at once; even, so that gate and up do; not less than the ring has stages.
 template <int NT>
-constexpr int kGROUP = 8 / NT;
+constexpr int kGROUP = kFEW_GROUP / NT;
 constexpr int kTILE = 64;  // sums of a tile for a group of tokens: [row half][lane]
 
-// Sum the warps' partials of `count` tiles.  partial: [warp][tile][group of tokens][row half][lane]; factor: [token].
+// A barrier of all consumer warps, for which only those wait that `wait`.
+__device__ __forceinline__ void meet(int barrier, int warps, bool wait) {
+    if (wait)
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(32 * warps) : "memory");
+    else
+        asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(32 * warps) : "memory");
+}
+
+// Sum the warps' partials of a group of tiles, for four tokens a lane, from piece `place` on.
+// partial: [warp][tile][group of tokens][row half][lane]; factor: [token].
 template <int NT>
 __device__ __forceinline__ void reduce_group(const DecodeParams& p, const UnitRange& units, const float* partial,
-                                             const float* factor, int first, int count) {
+                                             const float* factor, int first, int outputs, int place, int lane) {
     constexpr int kSTEP = kTILE * NT, kWARP = kGROUP<NT> * kSTEP;
-    const int outputs = (p.swiglu ? count / 2 : count) * kSTEP;
-    for (int e = threadIdx.x; e < outputs; e += 32 * p.ks) {
-        const int i = p.swiglu ? 2 * (e / kSTEP) : e / kSTEP, inside = e % kSTEP, lane = e & 31;
-        const int token = inside / kTILE * kGroupTokens + (lane & 3);
-        const auto sum_at = [&](int tile) {
-            float sum = 0.0f;
+    for (int e = 4 * (place * 32 + lane); e < outputs; e += 4 * 32 * p.ks) {
+        const int i = p.swiglu ? 2 * (e / kSTEP) : e / kSTEP, inside = e % kSTEP;
+        const int token = inside / kTILE * kGroupTokens;
+        const auto sums_at = [&](int tile, float(&sum)[4]) {
 #pragma unroll
             for (int w = 0; w < kMAX_KS; ++w)
-                if (w < p.ks) sum = __fadd_rn(sum, partial[w * kWARP + tile * kSTEP + inside]);
-            return __fmul_rn(sum, factor[token]);
+                if (w < p.ks) {
+                    const float4 v = *reinterpret_cast<const float4*>(partial + w * kWARP + tile * kSTEP + inside);
+                    sum[0] = __fadd_rn(sum[0], v.x);
+                    sum[1] = __fadd_rn(sum[1], v.y);
+                    sum[2] = __fadd_rn(sum[2], v.z);
+                    sum[3] = __fadd_rn(sum[3], v.w);
+                }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[j] = __fmul_rn(sum[j], factor[token + j]);
         };
-        float sum = sum_at(i);
-        if (p.swiglu) sum = __fmul_rn(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))), sum_at(i + 1));
-        store(p, tile_at(p, units.tile(p, first + i)), row_of_lane(p, lane >> 2, e >> 5 & 1), token, sum);
+        float sum[4] = {}, up[4] = {};
+        sums_at(i, sum);
+        if (p.swiglu) {
+            sums_at(i + 1, up);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                sum[j] = __fmul_rn(__fdiv_rn(sum[j], __fadd_rn(1.0f, expf(-sum[j]))), up[j]);
+        }
+        const Tile tile = tile_at(p, units.tile(p, first + i));
+        const int row = row_of_lane(p, e >> 2 & 7, e >> 5 & 1);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) store(p, tile, row, token + j, sum[j]);
     }
 }
 
-// All tiles of the block, by one consumer warp.  own: its superblock; stages: where it begins in a stage, row of lane.
+// All tiles of the block, by one consumer warp.  own: its superblock; rows, pieces: addresses of where that begins in
+// the first stage, of the lane's row and as dot_affine wants it.
 template <bool SHIFTED, int TYPE, int NT>
-__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, const uint8_t* own_rows,
-                                        Barriers& ring, float* partial, const float* factor,
-                                        const TokenOperand<TYPE, NT>& x, int own, int lane) {
+__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, uint32_t rows,
+                                        uint32_t pieces, Barriers& ring, float* partial, const float* factor,
+                                        const TokenOperand<TYPE, NT>& x, int warp, int own, int lane) {
     constexpr int kWARP = kGROUP<NT> * kTILE * NT;
     const int tiles = units.tiles(p), stage_size = stage_bytes(p), second = offset_of_second<TYPE>(p), q = lane & 3;
     StageCursor at;
-    for (int v = 0, buffer = 0; v < tiles; v += kGROUP<NT>, buffer ^= 1) {
+    for (int v = 0, buffer = 0, turn = 0; v < tiles; v += kGROUP<NT>, buffer ^= 1) {
         const int count = min(kGROUP<NT>, tiles - v);
         float* group = partial + buffer * p.ks * kWARP;
         float* mine = group + own * kWARP + lane;
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             mbarrier_wait(ring.full + at.stage, at.phase);
-            const uint8_t* r0 = own_rows + at.stage * stage_size;
+            const uint32_t r0 = rows + at.stage * stage_size;
             float y[NT][2] = {};
-            dot_few<SHIFTED, TYPE>(r0, r0 + second, x, y, q, [&] {
+            dot_few<SHIFTED, TYPE>(r0, r0 + second, pieces + at.stage * stage_size, x, y, q, [&] {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(ring.empty + at.stage);
             });
@@ -61,10 +85,17 @@ __device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& 
             }
             mine += NT * kTILE;
         }
-        // One barrier per group is enough: `partial` has two buffers, and a warp reaches the next barrier only after it
-        // has read this one's sums.
-        consumer_barrier(p.ks);
-        reduce_group<NT>(p, units, group, factor, v, count);
+        // Warps take turns to add up; who does not have to only says that it is done, and goes on. It gets no further
+        // than the ring has stages, not more than a group has tiles, so that it neither writes to this buffer nor comes
+        // to this barrier again before who adds up has what it needs.
+        const int outputs = (p.swiglu ? count / 2 : count) * kTILE * NT;
+        int place = warp - turn;
+        if (place < 0) place += p.ks;
+        turn += (outputs + 127) / 128;
+        while (turn >= p.ks) turn -= p.ks;
+        const bool adds = 4 * 32 * place < outputs;
+        meet(1 + buffer, p.ks, adds);
+        if (adds) reduce_group<NT>(p, units, group, factor, v, outputs, place, lane);
     }
 }
 
@@ -95,15 +126,16 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_few_kernel(const
     x.load(p.quantized, own, lane);
     if (threadIdx.x < kGroupTokens * NT) factor[threadIdx.x] = __ldcg(p.quantized.factor + threadIdx.x);
     float* partial = reinterpret_cast<float*>(smem + p.stages * stage_size);
-    const uint8_t* rows = smem + offset_of_row<TYPE>(p, lane >> 2) + own * kSuperBytes<TYPE>;
+    const uint32_t first = smem_address(smem) + own * kSuperBytes<TYPE>;
+    const uint32_t rows = first + offset_of_row<TYPE>(p, lane >> 2), pieces = first + piece_offset<TYPE>(p, lane);
     if constexpr (TYPE == kNEXTN_Q6_K) {
         if (own & 1) {
             shift_operand(x, lane);
-            consume<true>(p, units, rows, ring, partial, factor, x, own, lane);
+            consume<true>(p, units, rows, pieces, ring, partial, factor, x, warp, own, lane);
             return;
         }
     }
-    consume<false>(p, units, rows, ring, partial, factor, x, own, lane);
+    consume<false>(p, units, rows, pieces, ring, partial, factor, x, warp, own, lane);
 }
 
 template <int TYPE>

@@ -69,8 +69,8 @@ struct Producer {
         }
         mbarrier_wait(s.empty + at.stage, at.phase ^ 1);
         wait_while_reading(s.reading);
-        produce_rows<false>(from, pitch, min(kSTAGE_ROWS<TOKENS>, rows), ring + at.stage * p.stage_bytes, stride, bytes,
-                            s.full[0] + at.stage);
+        produce_rows(from, pitch, min(kSTAGE_ROWS<TOKENS>, rows), ring + at.stage * p.stage_bytes, stride, bytes,
+                     s.full[0] + at.stage);
     }
     __device__ __forceinline__ void bring_by_halves(const uint8_t* from, int pitch, int rows, int stride, int bytes) {
         constexpr int kROWS = kSTAGE_ROWS<TOKENS> / kCOPIES;
@@ -85,7 +85,7 @@ struct Producer {
                 if (half == kCOPIES - 1) landed.next(p.stages);
             }
             ++issued;
-            produce_rows<true>(from, pitch, max(min(kROWS, rows), 0), to, stride, bytes, s.full[i] + at.stage);
+            produce_rows(from, pitch, max(min(kROWS, rows), 0), to, stride, bytes, s.full[i] + at.stage);
             to += kROWS * stride;
             from += kROWS * static_cast<int64_t>(pitch);
             rows -= kROWS;

@@ -6,15 +6,7 @@
 namespace nextn {
 
 // Two 8-bit integer tensor-core shapes.  Lane l = 4*g + q holds A rows g and g+8, bytes k = 4q.. (and 16+4q..),
-// B column g, and C columns 2q, 2q+1 of rows g (c0, c1) and g+8 (c2, c3).  C starts at zero.
-__device__ __forceinline__ void mma_s8_k32(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                           uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
-}
-
-// The same with A from 0 to 255.
+// B column g, and C columns 2q, 2q+1 of rows g (c0, c1) and g+8 (c2, c3).  C starts at zero.  A from 0 to 255:
 __device__ __forceinline__ void mma_u8_k32(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                            uint32_t b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
@@ -22,6 +14,7 @@ __device__ __forceinline__ void mma_u8_k32(int (&c)[4], uint32_t a0, uint32_t a1
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
 }
 
+// A as well from -128 to 127.
 __device__ __forceinline__ void mma_s8_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
@@ -48,7 +41,8 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
 }
 __device__ __forceinline__ uint32_t smem_address(uint32_t address) { return address; }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* p) {
+template <typename P>
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], P p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(smem_address(p)));
@@ -135,6 +129,30 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     mbarrier_wait(smem_address(bar), parity);
 }
 
+// A copy from global to shared memory (address `to`) of which `full` learns; both and `bytes` by 16.  policy: of L2.
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint64_t* full, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(to),
+        "l"(from), "r"(bytes), "r"(smem_address(full)), "l"(policy)
+        : "memory");
+}
+// For what is read once: it leaves L2 first, and rows, states and caches stay.
+__device__ __forceinline__ uint64_t used_once() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// For what is read soon: L2 would write it to memory in pieces, between reads, which costs far more than its bytes.
+__device__ __forceinline__ void store_in_l2(float* p, float v) {
+    asm volatile(
+        "{ .reg .b64 t; createpolicy.fractional.L2::evict_last.b64 t, 1.0; st.global.L2::cache_hint.f32 [%0], %1, t; }" ::
+            "l"(p),
+        "f"(v)
+        : "memory");
+}
+
 // Byte `i` of `w`, zero- or sign-extended. In one instruction: what the compiler makes of __byte_perm may be two.
 template <int I>
 __device__ __forceinline__ int byte_of(uint32_t w) {
@@ -154,6 +172,14 @@ template <uint32_t MASK>
 __device__ __forceinline__ uint32_t merge_bits(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(MASK));
+    return r;
+}
+
+// a & MASK for several shifts: the compiler would shift first, and then need one of these for each.
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t keep_bits(uint32_t a) {
+    uint32_t r;
+    asm("and.b32 %0, %1, %2;" : "=r"(r) : "r"(a), "n"(MASK));
     return r;
 }
 

@@ -65,42 +65,35 @@ __device__ __forceinline__ RowPart row_part(const Phase& f, int size, int rank, 
 }
 
 // The producer warp: a part of `rows` rows, `pitch` apart. All of it is the same in every lane, or the copies would go
-// through a loop over lanes. FIRST_OUT: they leave L2 before anything else does.
-template <bool FIRST_OUT>
+// through a loop over lanes.
 __device__ __forceinline__ void produce_rows(const uint8_t* from, int pitch, int rows, uint32_t to, int stride,
                                              int bytes, uint64_t* full) {
 #if __CUDA_ARCH__ >= 900
     if (!elect_lane()) return;
     arrive_expecting(full, rows * bytes);
     if (bytes == 0) return;
-    const uint32_t barrier = smem_address(full);
-    uint64_t policy = 0;
-    if (FIRST_OUT) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const uint64_t policy = used_once();
 #pragma unroll 4
-    for (int r = 0; r < rows; ++r, to += stride, from += pitch)
-        if constexpr (FIRST_OUT)
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-                : "memory");
-        else
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-                         : "memory");
+    for (int r = 0; r < rows; ++r, to += stride, from += pitch) copy_bulk(to, from, bytes, full, policy);
 #endif
 }
 
+// Of r, the address of a superblock of row g, what dot_affine wants.
+__device__ __forceinline__ uint32_t piece_of(uint32_t r, int stride8, int lane) {
+    return r + ((lane & 15) - (lane >> 2)) * (stride8 >> 3) + (lane & 16);
+}
+
 // y += one superblock of rows g and g + 8 times the tokens.  r: address of that of row g. odd: of Q6_K, 210 bytes,
-// every other superblock, aligned to 2 only; up to four tokens' operand is shifted then (see few_tokens.cuh).
+// every other superblock, aligned to 2 only; the operand is shifted then (see few_tokens.cuh).
 template <int TYPE, int NT>
 __device__ __forceinline__ void dot_super(uint32_t r, int stride8, bool odd,
-                                          const TokenOperand<kANY_KQUANT, NT>& x, float (&y)[NT][2], int q) {
-    if (TYPE == kNEXTN_Q6_K && odd && NT > 1)
-        dot_q6_k<false>(r, r + stride8, x, y, q);
-    else if (TYPE == kNEXTN_Q6_K && odd)
-        dot_few<true, TYPE>(r, r + stride8, x, y, q, [] {});
+                                          const TokenOperand<kANY_KQUANT, NT>& x, float (&y)[NT][2], int lane) {
+    const int q = lane & 3;
+    const uint32_t piece = piece_of(r, stride8, lane);
+    if (TYPE == kNEXTN_Q6_K && odd)
+        dot_few<true, TYPE>(r, r + stride8, piece, x, y, q, [] {});
     else
-        dot_few<false, TYPE>(r, r + stride8, x, y, q, [] {});
+        dot_few<false, TYPE>(r, r + stride8, piece, x, y, q, [] {});
 }
 
 }  // namespace nextn
