@@ -32,8 +32,7 @@ __device__ __forceinline__ void dot_tile(const DecodeParams& p, const uint8_t* s
         else
             dot_q6_k<false>(r0, r8, x, y, q);
     } else {
-        const uint32_t piece = smem_address(stage) + piece_offset<TYPE>(p, lane) + warp * kSuperBytes<TYPE>;
-        dot_affine<TYPE>(r0, r8, piece, x, y, q);
+        dot_affine<TYPE>(r0, r8, x, y, q);
     }
 }
 

@@ -81,12 +81,6 @@ __device__ __forceinline__ int offset_of_second(const DecodeParams& p) {
     return p.together == 1 ? 8 * p.row_stride : p.together == 2 ? p.ks * kSuperBytes<TYPE> : 2 * p.row_stride;
 }
 
-// Place in a stage of what the lane reads for dot_affine.
-template <int TYPE>
-__device__ __forceinline__ int piece_offset(const DecodeParams& p, int lane) {
-    return offset_of_row<TYPE>(p, lane & 7) + (lane & 8 ? offset_of_second<TYPE>(p) : 0) + (lane & 16);
-}
-
 __device__ __forceinline__ int stage_bytes(const DecodeParams& p) { return kROWS / p.together * p.row_stride; }
 
 // All lanes of one warp.  Rows past the matrix's last are another one's again, or, several to a copy, left as they are.

@@ -55,11 +55,11 @@ __device__ __forceinline__ void reduce_group(const DecodeParams& p, const UnitRa
     }
 }
 
-// All tiles of the block, by one consumer warp.  own: its superblock; rows, pieces: addresses of where that begins in
-// the first stage, of the lane's row and as dot_affine wants it.
+// All tiles of the block, by one consumer warp.  own: its superblock; own_rows: where that begins in the first stage, of
+// the lane's row.
 template <bool SHIFTED, int TYPE, int NT>
-__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, uint32_t rows,
-                                        uint32_t pieces, Barriers& ring, float* partial, const float* factor,
+__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, const uint8_t* own_rows,
+                                        Barriers& ring, float* partial, const float* factor,
                                         const TokenOperand<TYPE, NT>& x, int warp, int own, int lane) {
     constexpr int kWARP = kGROUP<NT> * kTILE * NT;
     const int tiles = units.tiles(p), stage_size = stage_bytes(p), second = offset_of_second<TYPE>(p), q = lane & 3;
@@ -71,9 +71,9 @@ __device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& 
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             mbarrier_wait(ring.full + at.stage, at.phase);
-            const uint32_t r0 = rows + at.stage * stage_size;
+            const uint8_t* r0 = own_rows + at.stage * stage_size;
             float y[NT][2] = {};
-            dot_few<SHIFTED, TYPE>(r0, r0 + second, pieces + at.stage * stage_size, x, y, q, [&] {
+            dot_few<SHIFTED, TYPE>(r0, r0 + second, x, y, q, [&] {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(ring.empty + at.stage);
             });
@@ -126,16 +126,15 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_few_kernel(const
     x.load(p.quantized, own, lane);
     if (threadIdx.x < kGroupTokens * NT) factor[threadIdx.x] = __ldcg(p.quantized.factor + threadIdx.x);
     float* partial = reinterpret_cast<float*>(smem + p.stages * stage_size);
-    const uint32_t first = smem_address(smem) + own * kSuperBytes<TYPE>;
-    const uint32_t rows = first + offset_of_row<TYPE>(p, lane >> 2), pieces = first + piece_offset<TYPE>(p, lane);
+    const uint8_t* rows = smem + offset_of_row<TYPE>(p, lane >> 2) + own * kSuperBytes<TYPE>;
     if constexpr (TYPE == kNEXTN_Q6_K) {
         if (own & 1) {
             shift_operand(x, lane);
-            consume<true>(p, units, rows, pieces, ring, partial, factor, x, warp, own, lane);
+            consume<true>(p, units, rows, ring, partial, factor, x, warp, own, lane);
             return;
         }
     }
-    consume<false>(p, units, rows, pieces, ring, partial, factor, x, warp, own, lane);
+    consume<false>(p, units, rows, ring, partial, factor, x, warp, own, lane);
 }
 
 template <int TYPE>

@@ -81,7 +81,6 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_one_kernel(const
     }
     const int q = lane & 3, row = row_of_lane(p, lane >> 2, q >> 1), second = offset_of_second<TYPE>(p);
     const uint8_t* own = smem + offset_of_row<TYPE>(p, lane >> 2) + warp * kSuperBytes<TYPE>;
-    const uint32_t piece = smem_address(smem) + piece_offset<TYPE>(p, lane) + warp * kSuperBytes<TYPE>;
     float* partial = reinterpret_cast<float*>(smem + p.stages * stage_size);
     for (int v = 0, buffer = 0, turn = 0; v < tiles; v += kGROUP, buffer ^= 1) {
         const int count = min(kGROUP, tiles - v);
@@ -90,8 +89,7 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_one_kernel(const
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             mbarrier_wait(ring.full + at.stage, at.phase);
-            const int stage = at.stage * stage_size;
-            const float y = dot_one(own + stage, second, piece + stage, warp & 1, x, lane, [&] {
+            const float y = dot_one(own + at.stage * stage_size, second, warp & 1, x, lane, [&] {
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(ring.empty + at.stage);
             });

@@ -30,111 +30,65 @@ __device__ __forceinline__ void each_of(const F& f) {
     }
 }
 
-// acc += scale of sub-block S of rows g and g+8 * (a . x), for every token.
-template <int S, int NT, int OPERAND>
-__device__ __forceinline__ void add_sub_block(int (&acc)[NT][4], const uint32_t (&a)[4], int scale_g, int scale_g8,
-                                              const TokenOperand<OPERAND, NT>& x) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        int dot[4];
-        mma_u8_k32(dot, a[0], a[1], a[2], a[3], x.frag[n][2 * S], x.frag[n][2 * S + 1]);
-        multiply_add(acc[n], dot, scale_g, scale_g8);
-    }
-}
-
-constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
-// More than four tokens leave few registers: the compiler must not read all of a superblock ahead.
-template <int NT>
-__device__ __forceinline__ void read_no_further() {
-    if (NT > 1) __syncwarp();
-}
-
-// Q4_K: 16 times the sums over a superblock.  piece: of the nibbles, see dot_affine.  High nibbles are used where they
-// are, as 16 times what they stand for; so are scales of the others, or, of one group of tokens, sums of their own.
-template <int NT, int OPERAND>
-__device__ __forceinline__ void sums_of_nibbles(int (&acc)[NT][4], uint32_t piece, const ScaleMin& s0,
-                                                const ScaleMin& s8, const TokenOperand<OPERAND, NT>& x) {
-    constexpr bool kSCALES = NT > 1;
-    int low[NT][4] = {};
-    each_of<4>([&](auto C) {
-        constexpr int s = 2 * decltype(C)::value, word = s >> 2;
-        const auto even = [](uint32_t sc) -> int {
-            if (!kSCALES) return byte_of<(s & 3)>(sc);
-            const uint32_t two = (sc & 0x00ff00ffu) << 4;
-            return s & 2 ? two >> 16 : two & 0xffff;
-        };
-        uint32_t w[4], a[4];
-        if (s == 4) read_no_further<NT>();
-        ldmatrix_x4(w, piece + 16 * s);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = w[i] & kNIBBLES;
-        add_sub_block<s>(kSCALES ? acc : low, a, even(s0.sc[word]), even(s8.sc[word]), x);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = w[i] & ~kNIBBLES;
-        constexpr int byte = (s & 3) + 1;
-        add_sub_block<s + 1>(acc, a, byte_of<byte>(s0.sc[word]), byte_of<byte>(s8.sc[word]), x);
-    });
-    if (!kSCALES)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[0][i] += 16 * low[0][i];
-}
-
-// Q5_K: the sums over a superblock.  piece: of the fifth bits.
-template <int NT, int OPERAND>
-__device__ __forceinline__ void sums_of_five_bits(int (&acc)[NT][4], uint32_t piece, const ScaleMin& s0,
-                                                  const ScaleMin& s8, const TokenOperand<OPERAND, NT>& x) {
-    uint32_t high[4];
-    ldmatrix_x4(high, piece);
-    each_of<2>([&](auto C) {
-        constexpr int c = decltype(C)::value;
-        uint32_t first[4], later[4];  // of sub-blocks 2c and 2c+1, and four further
-        if (c == 1) read_no_further<NT>();
-        ldmatrix_x4(first, piece + 32 + 32 * c);
-        ldmatrix_x4(later, piece + 32 + 32 * (c + 2));
-        each_of<2>([&](auto HALF) {
-            constexpr int half = decltype(HALF)::value, s = 2 * c + half;
-            uint32_t a[2][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t both = keep_bits<(0x11111111u << s)>(high[i]);  // of sub-blocks s and s+4
-                a[0][i] = merge_bits<kNIBBLES>(half ? first[i] >> 4 : first[i], both << (4 - s));
-                a[1][i] = merge_bits<kNIBBLES>(half ? later[i] >> 4 : later[i], both >> s);
-            }
-            add_sub_block<s>(acc, a[0], byte_of<s>(s0.sc[0]), byte_of<s>(s8.sc[0]), x);
-            add_sub_block<s + 4>(acc, a[1], byte_of<s>(s0.sc[1]), byte_of<s>(s8.sc[1]), x);
-        });
-    });
-}
-
-// Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory, pointers or addresses;
-// piece: address of bytes 16*(lane/16) .. of row lane%16, as ldmatrix reads.
+// Q4_K and Q5_K.  r0, r8: this superblock of rows g and g+8, 16-byte aligned in shared memory, by pointers or addresses.
 template <int TYPE, int NT, int OPERAND, typename P>
-__device__ __forceinline__ void dot_affine(P r0, P r8, uint32_t piece, const TokenOperand<OPERAND, NT>& x,
+__device__ __forceinline__ void dot_affine(P r0, P r8, const TokenOperand<OPERAND, NT>& x,
                                            float (&y)[NT][2], int q) {
+    constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
     constexpr bool kFIFTH = TYPE == kNEXTN_Q5_K;
     const uint4 h0 = load_4_words(r0), h8 = load_4_words(r8);
     const ScaleMin s0 = unpack_scale_min(h0.y, h0.z, h0.w), s8 = unpack_scale_min(h8.y, h8.z, h8.w);
-    int acc[NT][4] = {};
-    if constexpr (kFIFTH)
-        sums_of_five_bits(acc, piece + 16, s0, s8, x);
-    else
-        sums_of_nibbles(acc, piece + 16, s0, s8, x);
+    uint32_t high[4];  // fifth bits: rows g, g+8 at bytes 4q.., then at 16+4q..
+    if (kFIFTH) {
+        high[0] = load_word(r0 + 16 + 4 * q);
+        high[1] = load_word(r8 + 16 + 4 * q);
+        high[2] = load_word(r0 + 32 + 4 * q);
+        high[3] = load_word(r8 + 32 + 4 * q);
+    }
+    const P q0 = r0 + (kFIFTH ? 48 : 16) + 4 * q;
+    const P q8 = r8 + (kFIFTH ? 48 : 16) + 4 * q;
+    int acc[NT][4] = {}, acc16[NT][4] = {};  // acc16: 16 times what it stands for
+    const auto sub_block = [&](auto S) {
+        constexpr int s = decltype(S)::value, c = s >> 1;
+        constexpr bool half = s & 1, in_place = half && !kFIFTH;  // high nibbles need no shift: 16 q fits in a byte
+        const uint32_t w[4] = {load_word(q0 + 32 * c), load_word(q8 + 32 * c), load_word(q0 + 32 * c + 16),
+                               load_word(q8 + 32 * c + 16)};
+        uint32_t a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            a[i] = in_place ? w[i] & ~kNIBBLES : (half ? w[i] >> 4 : w[i]) & kNIBBLES;
+            if (kFIFTH) a[i] |= (s < 4 ? high[i] << (4 - s) : high[i] >> (s - 4)) & 0x10101010u;
+        }
+        const int sc0 = byte_of<(s & 3)>(s0.sc[s >> 2]), sc8 = byte_of<(s & 3)>(s8.sc[s >> 2]);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            int dot[4];
+            mma_u8_k32(dot, a[0], a[1], a[2], a[3], x.frag[n][2 * s], x.frag[n][2 * s + 1]);
+            multiply_add(in_place ? acc16[n] : acc[n], dot, sc0, sc8);
+        }
+    };
+    each_of<8>(sub_block);
+    // mins: k slots 0-7 hold m, 8-31 hold 2m three times (see quantize_rows.cu)
     const uint32_t m0 = q & 1 ? s0.mn[1] : s0.mn[0], m8 = q & 1 ? s8.mn[1] : s8.mn[0];
     float2 d0 = __half22float2(*reinterpret_cast<const __half2*>(&h0.x));
     float2 d8 = __half22float2(*reinterpret_cast<const __half2*>(&h8.x));
-    if (!kFIFTH) {  // exactly what 16 times less of the sums would give
+    if (!kFIFTH) {  // acc becomes 16 times the sum, exactly as a float too
         d0.x *= 0.0625f;
         d8.x *= 0.0625f;
     }
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
+        if (!kFIFTH)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[n][i] = 16 * acc[n][i] + acc16[n][i];
         int mins[4];
-        mma_u8_k32(mins, m0, m8, m0 << 2, m8 << 2, x.sums[n].x, x.sums[n].y);
-        const auto step = [&](float(&out), const float2 d, int hi, int lo, float m) {
+        mma_s8_k32(mins, m0 << (q >> 1), m8 << (q >> 1), m0 << 1, m8 << 1, x.sums[n].x, x.sums[n].y);
+        const auto step = [&](float(&out), const float2 d, int hi, int lo, int min_hi, int min_lo) {
+            const float m = __fmaf_rn(1024.0f, static_cast<float>(min_hi), static_cast<float>(min_lo));
             out = __fmaf_rn(x.scale[n], __fmaf_rn(-d.y, m, __fmul_rn(d.x, hi_lo(hi, lo))), out);
         };
-        step(y[n][0], d0, acc[n][0], acc[n][1], min_sum(mins[0], mins[1]));
-        step(y[n][1], d8, acc[n][2], acc[n][3], min_sum(mins[2], mins[3]));
+        step(y[n][0], d0, acc[n][0], acc[n][1], mins[0], mins[1]);
+        step(y[n][1], d8, acc[n][2], acc[n][3], mins[2], mins[3]);
     }
 }
 

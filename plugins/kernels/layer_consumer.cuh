@@ -92,10 +92,9 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kSTAGE_COPIES<TOKENS>; ++i) mbarrier_wait(full + 8 * kMAX_STAGES * i, at.phase);
         if constexpr (kONE) {
-            const uint32_t piece = piece_of(from, 8 * stride, lane);
-            if (mine) y[0][0] = dot_one(from, 8 * stride, piece, own & 1, one, lane, [] {}, y[0][0]);
+            if (mine) y[0][0] = dot_one(from, 8 * stride, own & 1, one, lane, [] {}, y[0][0]);
         } else {
-            if (mine) dot_super<TYPE>(from, 8 * stride, own & 1, x, y, lane);
+            if (mine) dot_super<TYPE>(from, 8 * stride, own & 1, x, y, lane & 3);
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive(full + 8 * kSTAGE_COPIES<TOKENS> * kMAX_STAGES);  // `empty` follows `full`
@@ -149,10 +148,8 @@ struct Consumer {
         const int lane = keep(this->lane);
         const int grid = gridDim.x, step = g.second ? grid : kPAIR * grid, chunks = f.chunks;
         const int begin = first_tile(g, blockIdx.x - rank);
-        const bool shifted = !kONE && TYPE == kNEXTN_Q6_K && own & 1;
         OneToken<TYPE> one;
         if constexpr (kONE) load_slot(slot_of(k, 0), one, own & 1, lane);
-        if (shifted && chunks == 1) shift_operand(x, lane);
 #pragma unroll 1
         for (int u = begin; u < g.tiles; u += step, ++pairs) {
             const int count = g.second || u + grid < g.tiles ? 2 : 1;
@@ -169,7 +166,6 @@ struct Consumer {
                         load_slot(slot_of(k, c), one, own & 1, lane);
                     } else {
                         if (mine) take_superblock(f.operands[c * kWARPS + own], p.t, x);
-                        if (shifted) shift_operand(x, lane);
                     }
                 }
                 take_pair<TYPE>(f, mine, one, count, y, lane);
@@ -180,7 +176,6 @@ struct Consumer {
                 store_results<TOKENS, NT>(p, s, f, g, u, count, pairs, own, lane, y);
             }
         }
-        if (shifted && chunks == 1) shift_operand(x, lane, true);
     }
 
     // Two to four tokens: operands in one place for all products; of several chunks for every pair of tiles.

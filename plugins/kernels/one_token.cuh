@@ -5,7 +5,9 @@
 // multiplies them by scales of its own; the integers meet at the end.  They are those of dot_affine and dot_q6_k, so the
 // float results have the same bits.
 #pragma once
-#include "kquant_dot.cuh"
+#include "kquant_blocks.cuh"
+#include "ptx.cuh"
+#include "token_operand.cuh"
 
 namespace nextn {
 
@@ -82,53 +84,54 @@ __device__ __forceinline__ float float_of(const HiLo& s) {
     return __fmaf_rn(256.0f, static_cast<float>(s.hi), static_cast<float>(s.lo));
 }
 
-// Q4_K and Q5_K.  r: this superblock of row g in shared memory, by a pointer or its address, stride8: bytes to row g+8;
-// piece: see dot_affine.  Returns the lane's row's sum.
+// Q4_K and Q5_K.  r: this superblock of row g in shared memory, by a pointer or its address, stride8: bytes to row g+8.  Returns the lane's row's sum.
 // loaded(): called when the superblock has been read.  y: of earlier superblocks.
 template <int TYPE, typename P, typename F>
-__device__ __forceinline__ float dot_one(P r, int stride8, uint32_t piece, bool, const OneToken<TYPE>& x, int lane,
+__device__ __forceinline__ float dot_one(P r, int stride8, bool, const OneToken<TYPE>& x, int lane,
                                          F loaded, float y = 0.0f) {
+    constexpr uint32_t kNIBBLES = 0x0f0f0f0fu;
     constexpr bool kFIFTH = TYPE == kNEXTN_Q5_K;
     const int q = lane & 3;
     const bool upper = q & 2;
     const uint4 h0 = load_4_words(r), h8 = load_4_words(r + stride8);
     const ScaleMin s0 = unpack_scale_min(h0.y, h0.z, h0.w), s8 = unpack_scale_min(h8.y, h8.z, h8.w);
-    uint32_t high[4];  // fifth bits
-    if (kFIFTH) ldmatrix_x4(high, piece + 16);
+    const P p = r + 4 * q;
+    uint32_t high[4];  // fifth bits: rows g, g+8 at bytes 4q.., then at 16+4q..
+    if (kFIFTH)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) high[i] = load_word(p + 16 + 16 * (i >> 1) + (i & 1 ? stride8 : 0));
     uint32_t w[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) ldmatrix_x4(w[c], piece + (kFIFTH ? 48 : 16) + 32 * c);
+    for (int i = 0; i < 16; ++i)
+        w[i >> 2][i & 3] = load_word(p + (kFIFTH ? 48 : 16) + 32 * (i >> 2) + (i & 1 ? stride8 : 0) + 16 * (i >> 1 & 1));
     loaded();
-    int dot[2][4] = {};  // of sub-blocks 0 to 3, 4 to 7
-    const auto add = [&](int s, const uint32_t(&a)[4]) {
-        mma_u8_s8_k32_add(dot[s >> 2], a, x.frag[2 * s], x.frag[2 * s + 1], dot[s >> 2]);
-    };
-    each_of<4>([&](auto S) {  // sub-blocks s and s+4
-        constexpr int s = decltype(S)::value, half = s & 1;
-        uint32_t a[2][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t first = w[s >> 1][i], later = w[2 + (s >> 1)][i];
-            if (!kFIFTH) {  // high nibbles stay where they are: 16 times as much
-                a[0][i] = first & (half ? ~kNIBBLES : kNIBBLES);
-                a[1][i] = later & (half ? ~kNIBBLES : kNIBBLES);
-            } else {
-                const uint32_t both = keep_bits<(0x11111111u << s)>(high[i]);
-                a[0][i] = merge_bits<kNIBBLES>(half ? first >> 4 : first, both << (4 - s));
-                a[1][i] = merge_bits<kNIBBLES>(half ? later >> 4 : later, both >> s);
-            }
-        }
-        add(s, a[0]);
-        add(s + 4, a[1]);
-    });
     int acc[4] = {};
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
+        int sum[4] = {};
+#pragma unroll
+        for (int c = 2 * group; c < 2 * group + 2; ++c) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int s = 2 * c + half;
+                uint32_t a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (!kFIFTH) {
+                        a[i] = w[c][i] & (half ? ~kNIBBLES : kNIBBLES);  // high nibbles stay where they are: 16 times as much
+                    } else {
+                        a[i] = (half ? w[c][i] >> 4 : w[c][i]) & kNIBBLES;
+                        a[i] |= (s < 4 ? high[i] << (4 - s) : high[i] >> (s - 4)) & 0x10101010u;
+                    }
+                }
+                mma_u8_s8_k32_add(sum, a, x.frag[2 * s], x.frag[2 * s + 1], sum);
+            }
+        }
         const int sc0 = __byte_perm(s0.sc[group], 0, 0x4440 + q), sc8 = __byte_perm(s8.sc[group], 0, 0x4440 + q);
-        acc[0] += sc0 * dot[group][0];
-        acc[1] += sc0 * dot[group][1];
-        acc[2] += sc8 * dot[group][2];
-        acc[3] += sc8 * dot[group][3];
+        acc[0] += sc0 * sum[0];
+        acc[1] += sc0 * sum[1];
+        acc[2] += sc8 * sum[2];
+        acc[3] += sc8 * sum[3];
     }
     if (!kFIFTH) {
         const int shift = q & 1 ? 4 : 0;
@@ -137,8 +140,9 @@ __device__ __forceinline__ float dot_one(P r, int stride8, uint32_t piece, bool,
     }
     const uint32_t m0 = q & 1 ? s0.mn[1] : s0.mn[0], m8 = q & 1 ? s8.mn[1] : s8.mn[0];
     int mins[4];
-    mma_u8_k32(mins, m0, m8, m0 << 2, m8 << 2, x.sums.x, x.sums.y);
-    const float min = min_sum(upper ? mins[2] : mins[0], upper ? mins[3] : mins[1]);
+    mma_s8_k32(mins, m0 << (q >> 1), m8 << (q >> 1), m0 << 1, m8 << 1, x.sums.x, x.sums.y);
+    const float min = __fmaf_rn(1024.0f, static_cast<float>(upper ? mins[2] : mins[0]),
+                                static_cast<float>(upper ? mins[3] : mins[1]));
     const uint32_t header = upper ? h8.x : h0.x;
     const float2 d = __half22float2(*reinterpret_cast<const __half2*>(&header));
     const float sum = float_of(sum_of_four(acc, upper));
@@ -148,7 +152,7 @@ __device__ __forceinline__ float dot_one(P r, int stride8, uint32_t piece, bool,
 // Q6_K.  r: 2-byte aligned, at 2 modulo 4 if `shifted`.  Words are read where words are: of a shifted superblock word i of
 // lane q >= 1 has values 4q-2 .. 4q+1 of 16, lane 0 puts 0, 1, 14, 15 together, and so does its operand.
 template <typename P, typename F>
-__device__ __forceinline__ float dot_one(P r, int stride8, uint32_t, bool shifted, const OneToken<kNEXTN_Q6_K>& x,
+__device__ __forceinline__ float dot_one(P r, int stride8, bool shifted, const OneToken<kNEXTN_Q6_K>& x,
                                          int lane, F loaded, float y = 0.0f) {
     const int q = lane & 3;
     const bool upper = q & 2;

@@ -78,22 +78,17 @@ __device__ __forceinline__ void produce_rows(const uint8_t* from, int pitch, int
 #endif
 }
 
-// Of r, the address of a superblock of row g, what dot_affine wants.
-__device__ __forceinline__ uint32_t piece_of(uint32_t r, int stride8, int lane) {
-    return r + ((lane & 15) - (lane >> 2)) * (stride8 >> 3) + (lane & 16);
-}
-
 // y += one superblock of rows g and g + 8 times the tokens.  r: address of that of row g. odd: of Q6_K, 210 bytes,
-// every other superblock, aligned to 2 only; the operand is shifted then (see few_tokens.cuh).
+// every other superblock, aligned to 2 only; up to four tokens' operand is shifted then (see few_tokens.cuh).
 template <int TYPE, int NT>
 __device__ __forceinline__ void dot_super(uint32_t r, int stride8, bool odd,
-                                          const TokenOperand<kANY_KQUANT, NT>& x, float (&y)[NT][2], int lane) {
-    const int q = lane & 3;
-    const uint32_t piece = piece_of(r, stride8, lane);
-    if (TYPE == kNEXTN_Q6_K && odd)
-        dot_few<true, TYPE>(r, r + stride8, piece, x, y, q, [] {});
+                                          const TokenOperand<kANY_KQUANT, NT>& x, float (&y)[NT][2], int q) {
+    if (TYPE == kNEXTN_Q6_K && odd && NT > 1)
+        dot_q6_k<false>(r, r + stride8, x, y, q);
+    else if (TYPE == kNEXTN_Q6_K && odd)
+        dot_few<true, TYPE>(r, r + stride8, x, y, q, [] {});
     else
-        dot_few<false, TYPE>(r, r + stride8, piece, x, y, q, [] {});
+        dot_few<false, TYPE>(r, r + stride8, x, y, q, [] {});
 }
 
 }  // namespace nextn
