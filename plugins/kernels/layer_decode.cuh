@@ -5,9 +5,10 @@
 //   up to four tokens  every block reads the rows it needs as they come (layer_flow.cuh), and two blocks share tiles
 //                      (layer_cluster.cuh): of every chunk of 16 superblocks one has the first half, the other the
 //                      rest, and a consumer warp has one of these superblocks of one of two tiles
-//   more               a helper warp of each block quantises its share of all rows as they come, and blocks read
-//                      operands as these come (layer_eight.cuh, layer_operands.cuh); a consumer warp has one superblock
-//                      of each chunk of every tile, and four of them in turns add up what all of them have
+//   more               a helper warp of each block quantises its share of all rows as they come, but of the first
+//                      product's, which the consumers do, and blocks read operands as these come (layer_eight.cuh,
+//                      layer_operands.cuh); a consumer warp has one superblock of each chunk of every tile, and four
+//                      of them in turns add up what all of them have
 // Every choice that fixes the order of a sum follows from the layer, never from t.
 #pragma once
 #include "layer_parts.cuh"

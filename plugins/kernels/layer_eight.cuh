@@ -1,6 +1,6 @@
-// What the persistent layer kernel does otherwise for more than four tokens: all blocks quantise a product's rows
-// together when they are there (layer_flow.cuh), and load them as operands when these are (layer_operands.cuh). A block
-// has whole rows of its tiles, and its consumer warps add up their sums.
+// What the persistent layer kernel does otherwise for more than four tokens: every block quantises a share of a
+// product's rows as they come (layer_flow.cuh), and loads all of them as operands when these are there
+// (layer_operands.cuh). A block has whole rows of its tiles, and its consumer warps add up their sums.
 //
 // Who quantises, but for the first product, is a warp that has nothing else to do: others wait for a block's share even
 // when it is behind with its own tiles.
@@ -88,7 +88,8 @@ __device__ __forceinline__ int place_of_sum(int token, int row) {
     return kPAIR * (kTILE_ROWS * token + ((row + 4 * token) & (kTILE_ROWS - 1)));
 }
 
-// Of a pair of tiles from u on, the pairs-th of the launch. own: place of this warp's sums.
+// Of a pair of tiles from u on, the pairs-th of the launch. own: place of this warp's sums. A lane that has no output
+// looks with the others for the residual, and finds something else of the workspace, which is longer.
 template <int TOKENS, int NT>
 __device__ __forceinline__ void store_results(const LayerParams& p, LayerShared<TOKENS>& s, const Phase& f,
                                               const Segment& g, int u, int count, int pairs, int own, int lane,

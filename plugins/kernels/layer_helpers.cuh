@@ -1,5 +1,6 @@
 // The warps of the persistent layer kernel that do not multiply: one brings weights; three clear what the blocks pass
-// to each other, of which one fetches old windows and two then add up the consumers' partial sums.
+// to each other, of which one fetches old windows, and then two add up the consumers' partial sums, or of more than
+// four tokens one quantises rows (layer_eight.cuh).
 #pragma once
 #include "layer_consumer.cuh"
 

@@ -37,8 +37,8 @@ struct LayerShared {
     float own_squares[2][kWARPS / kCLUSTER][TOKENS];      // of this block's superblocks, of two products in turns
     DeltaWindow window;
     uint64_t full[kSTAGE_COPIES<TOKENS>][kMAX_STAGES], empty[kMAX_STAGES];  // of the weight ring
-    uint64_t given[kBUFFERS<TOKENS>];                 // of partial
-    uint64_t taken[kCLUSTER][kBUFFERS<TOKENS>];       // the same of each block of the cluster
+    uint64_t given[kBUFFERS<TOKENS>];            // of partial
+    uint64_t taken[kCLUSTER][kBUFFERS<TOKENS>];  // of each block of the cluster; where rows are not split of the first
     uint64_t read[kPHASES];         // the block has read a product's rows (of its first chunk)
     uint64_t own_clear, all_clear;  // see clear_and_fetch
     int reading;                    // warps that read rows now
