@@ -32,6 +32,7 @@ _IDLE_WITHIN_S = 30.0
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--requests", type=int, default=0, help="go on until there were so many")
     parser.add_argument("--model", type=Path, default=TRAINED_MODEL, help="the trained one, or engines of it")
     options = parser.parse_args(arguments)
     flags = ["-t", 1, "-c", CONTEXT, "--sequences", SEQUENCES, "--queue", QUEUE, "--cache-ram", CACHE_MIB]
@@ -39,13 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
         fill(url, SEQUENCES, CONTEXT)
         load = Load(url, known_replies(url))
         sizes: list[int] = []
-        load.run(options.seconds, NUM_CLIENTS, lambda: sizes.append(resident_bytes(process.pid)))
+        begun = time.monotonic()
+        load.run(
+            options.seconds,
+            NUM_CLIENTS,
+            lambda: sizes.append(resident_bytes(process.pid)),
+            options.requests,
+        )
+        seconds = time.monotonic() - begun
         findings = [*load.failures, *still_taken(url)]
         if not findings:
             load.compare_afterwards()
             findings = [*load.failures, *growth(sizes)]
-        rate = sum(load.counts.values()) / options.seconds
-        print(f"{options.seconds:.0f} s of mixed load, {NUM_CLIENTS} clients, {rate:.1f} requests a second")
+        rate = sum(load.counts.values()) / seconds
+        print(f"{seconds:.0f} s of mixed load, {NUM_CLIENTS} clients, {rate:.1f} requests a second")
         for what, count in sorted(load.counts.items()):
             print(f"{count:7} {what}")
         print(f"memory: {', '.join(f'{size / 1e6:.0f}' for size in sizes[:: max(1, len(sizes) // 12)])} MB")

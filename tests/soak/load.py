@@ -59,16 +59,23 @@ class Load:
     once: list[tuple[Request, Any]] = field(default_factory=list)  # asked for once, compared afterwards
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, seconds: float, num_clients: int, watch: Callable[[], None] = lambda: None) -> None:
-        """For so long; ``watch`` is called about once a second meanwhile."""
+    def run(self, seconds: float, num_clients: int, watch: Callable[[], None] = lambda: None, least: int = 0) -> None:
+        """For so long, and longer if that is less than ``least`` requests, up to ``WAIT_S`` more; ``watch`` is called
+        about once a second meanwhile."""
         until = time.monotonic() + seconds
-        clients = [threading.Thread(target=self._client, args=(until, i), daemon=True) for i in range(num_clients)]
+
+        def go_on() -> bool:
+            now = time.monotonic()
+            with self.lock:
+                return now < until or (now < until + WAIT_S and sum(self.counts.values()) < least)
+
+        clients = [threading.Thread(target=self._client, args=(go_on, i), daemon=True) for i in range(num_clients)]
         for client in clients:
             client.start()
         while any(client.is_alive() for client in clients):
             watch()
             time.sleep(1.0)
-            if time.monotonic() > until + WAIT_S:
+            if time.monotonic() > until + (2 if least else 1) * WAIT_S:
                 self.failures.append("a client never got its answer")
                 return
 
@@ -80,7 +87,7 @@ class Load:
                     self.failures.append(f"not the reply of its own run: {request}")
                 self.counts["asked again alone"] += 1
 
-    def _client(self, until: float, seed: int) -> None:
+    def _client(self, go_on: Callable[[], bool], seed: int) -> None:
         chance = random.Random(seed)
         acts: Sequence[Callable[[httpx.Client, random.Random], str]] = (
             *[self._ask_whole] * 5,
@@ -93,7 +100,7 @@ class Load:
         )
         try:
             with httpx.Client(base_url=self.url, timeout=WAIT_S) as http:
-                while time.monotonic() < until and not self.failures:
+                while not self.failures and go_on():
                     what = chance.choice(acts)(http, chance)
                     self._count(what)
                     if what == FULL:

@@ -31,6 +31,13 @@ def test_a_short_one(exported: Export) -> None:
         assert load.counts["whole"] > 0 and load.counts["streamed"] > 0
 
 
+def test_it_goes_on_until_there_were_so_many(exported: Export) -> None:
+    with serving(exported("trained"), OPTIONS) as server:
+        load = Load(server.url, [(request, whole(server.http, request, spec="off")) for request in SHORT])
+        load.run(0.0, 2, least=8)
+        assert not load.failures and 8 <= sum(load.counts.values()) <= 9
+
+
 def test_a_wrong_text_is_found(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole or streamed; also one that was asked for once."""
     with serving(exported("trained"), OPTIONS) as server:
