@@ -49,11 +49,15 @@ def depth_entry(
 def device_entries(
     times: dict[int, list[float]], key: str, nbytes: int, bandwidth: float | None
 ) -> list[dict[str, Any]]:
-    """Times of the device alone, in ms, by a size called ``key``; each reads ``nbytes`` (per unit of n for drafts)."""
+    """Times of the device alone, in ms, by a size called ``key``; each reads ``nbytes`` (per unit of n for drafts).
+    Those of passes also over one row's."""
     entries = []
     for size, values in times.items():
-        read = nbytes * (size if key == "drafts" else 1)
-        entries.append({key: size, "ms": spread(values), **_rates(read, statistics.median(values), bandwidth)})
+        median, read = statistics.median(values), nbytes * (size if key == "drafts" else 1)
+        entry = {key: size, "ms": spread(values), **_rates(read, median, bandwidth)}
+        if key == "rows":
+            entry["over_plain"] = _rounded(median / statistics.median(times[1]))
+        entries.append(entry)
     return entries
 
 

@@ -54,6 +54,10 @@ def test_what_only_a_gpu_has(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.M
     assert [each["rows"] for each in report["device_passes"]] == [1, 2, 3, 4]
     assert [each["drafts"] for each in report["device_drafts"]] == [1, 2, 3]
     assert all(each["ms"]["median"] > 0 and each["gb_per_s"] > 0 for each in report["device_passes"])
+    passes = report["device_passes"]
+    assert [each["over_plain"] for each in passes] == [
+        pytest.approx(each["ms"]["median"] / passes[0]["ms"]["median"], rel=1e-2) for each in passes
+    ]
     # Drafts of a round read the head once each.
     assert report["device_drafts"][2]["bytes"] == 3 * report["device_drafts"][0]["bytes"]
     assert report["gpu"]["tensorrt"] == "tensorrt_rtx 1.6.1.120"
