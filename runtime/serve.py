@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     listening = _bind(options.host, options.port)  # before a long export
 
     from runtime.server.app import create_app
-    from runtime.server.connections import ConnectionLimits, allowed, web_server
+    from runtime.server.connections import WAITING, ConnectionLimits, allowed, web_server
     from runtime.server.security import Limits
     from runtime.server.service import Service
 
@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     if plan is not None:
         say(f"GPU memory: {plan}", to=sys.stderr)
     what = f"model {service.model}, drafting {session.spec_type} ({service.scheduler.num_slots} at once)"
+    listening.listen(WAITING)  # who reads the next line may connect
     say(f"listening on {_address(listening)}, {what}", to=sys.stderr)
     connections = ConnectionLimits(count=allowed(options.max_connections))
     with contextlib.suppress(Terminated):  # raised once more when all is done

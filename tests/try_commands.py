@@ -75,7 +75,7 @@ def try_command(command: str, folder: Path, prepared: Callable[[], Path]) -> Non
         try_lines_of_make(shown.splitlines(), folder, prepared)
     elif words[0] == "pip":
         try_pip(words)
-    elif words[0] == "llama-server":  # another project's; tests/runtime/test_eval_servers.py runs it where it is installed
+    elif words[0] == "llama-server":  # another project's; test_eval_servers.py runs it where it is installed
         assert words[1] == "-m"
     elif words[0] == "cmake":
         names = re.findall(r"-D(\w+)=", command)

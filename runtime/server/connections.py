@@ -24,7 +24,7 @@ from runtime.server.security import HEADER_BYTES_MAX
 CONNECTIONS_DEFAULT = 1024
 _LAST_WORDS_S = 10  # for clients to be told that their replies are cut off
 _PROBE_AFTER_S, _PROBE_EVERY_S = 0.005, 0.005  # whether a client that sends no more is still there
-_WAITING = 2048  # connections that the system holds until they are accepted
+WAITING = 2048  # connections that the system holds until they are accepted
 # That are accepted at a time. Some times as many are open at once until those that are too many are closed; a file too
 # many would fill the log.
 _AT_A_TIME = 64
@@ -183,7 +183,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for each in itertools.chain.from_iterable(server.sockets for server in self.servers):
             with each.dup() as listening:  # the same one: asyncio takes one number for both
-                listening.listen(_WAITING)
+                listening.listen(WAITING)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Replies are ended by ``closing``, while their connections are still there to be told so."""

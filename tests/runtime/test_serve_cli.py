@@ -152,6 +152,20 @@ def test_replies_past_the_grace_are_told_so(
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
+def test_who_reads_that_it_listens_may_connect(
+    exported: Callable[[str], Exported], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the web server has begun."""
+
+    class Web:
+        def run(self, sockets: list[socket.socket]) -> None:
+            socket.create_connection(sockets[0].getsockname(), timeout=WAIT_S).close()
+
+    monkeypatch.setattr("runtime.server.connections.web_server", lambda *_, **__: Web())
+    ran = run_main(serve.main, exported("trained").folder, "--port", 0, "-t", 1)
+    assert ran.code == 0 and "listening on http://127.0.0.1:" in ran.err, ran.err
+
+
 def await_replies(http: httpx.Client, count: int) -> None:
     """Until so many are being made."""
     for _ in range(1000):
