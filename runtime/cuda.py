@@ -8,6 +8,7 @@ they hold when they are collected; all work goes through one stream, so memory m
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable
@@ -206,9 +207,10 @@ class Recorder:
 
     def replay(self, key: Hashable, work: Callable[[], None]) -> None:
         """Queue ``work``; recorded under ``key`` the first time, so it must queue the same work every time."""
-        if key not in self._graphs:
-            self._graphs[key] = self._stream.capture(work)
-        self._stream.launch(self._graphs[key])
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._stream.capture(work)
+        self._stream.launch(graph)
 
     def time_replays(self, key: Hashable, work: Callable[[], None], repeats: int) -> list[float]:
         """Milliseconds of each of ``repeats`` replays in a row, after one more that keeps the device busy meanwhile."""
@@ -229,6 +231,7 @@ def _node_kinds(graph: Any) -> list[int]:
     return [int(_call("cudaGraphNodeGetType", node)) for node in nodes[:count]]
 
 
+@functools.cache
 def _api() -> Any:
     try:
         from cuda.bindings import runtime
