@@ -7,18 +7,21 @@ the stream is idle, and write only then.
 
 from __future__ import annotations
 
-import numpy as np
+from ctypes import Array, c_int32
 
 from runtime.cuda import ALIGNMENT, DeviceBuffer, PinnedBuffer, Stream
 from runtime.token_choice import SAMPLING_NBYTES
 
-_I32 = np.dtype(np.int32).itemsize
+_I32 = 4
 MAX_STEPS = 8  # drafts in a row
 _TOKENS = 32  # tokens of a pass that is verified, as many choices, and as many guesses
 
 
 class ControlBlock:
-    """Arrays on the host, and with the prefix ``at_`` the addresses of their device copies."""
+    """Arrays on the host, and with the prefix ``at_`` the addresses of their device copies.
+
+    Those of integers are ctypes arrays: for the few numbers of a round, between which the device waits, that takes less
+    time than NumPy, and slices of them are lists."""
 
     def __init__(self, stream: Stream, prefill_chunk: int) -> None:
         self._stream = stream
@@ -46,21 +49,24 @@ class ControlBlock:
         self._back = PinnedBuffer(sizes["verified"])
         self._at = {name: self._device.address + offset for name, offset in offsets.items()}
 
-        def view(name: str) -> np.ndarray:
-            return self._host.array[offsets[name] : offsets[name] + sizes[name]]
+        def integers(name: str) -> Array[c_int32]:
+            return (c_int32 * (sizes[name] // _I32)).from_address(self._host.address + offsets[name])
 
-        def integers(name: str) -> np.ndarray:
-            return view(name).view(np.int32)
+        def view(name: str) -> memoryview:
+            return memoryview(self._host.array)[offsets[name] : offsets[name] + sizes[name]]
 
         self.trunk_sampling, self.draft_sampling = view("trunk_sampling"), view("draft_sampling")
         self.slot, self.position, self.row = integers("slot"), integers("position"), integers("row")
         self.draft_row, self.guess_rows = integers("draft_row"), integers("guess_rows")
-        self.draft_positions = integers("draft_positions")[:: ALIGNMENT // _I32]
+        self._draft_positions = integers("draft_positions")
         self.prompt, self.draft_tokens = integers("prompt"), integers("draft_tokens")
-        verified = integers("verified")
-        self.tokens = verified[:_TOKENS]
-        back = self._back.array.view(np.int32)
-        self.tokens_back, self.choices_back, self.guesses_back = back.reshape(3, _TOKENS)
+        self.tokens = integers("verified")  # and room for choices and guesses
+        self.tokens_back, self.choices_back, self.guesses_back = (
+            (c_int32 * _TOKENS).from_address(self._back.address + part * _TOKENS * _I32) for part in range(3)
+        )
+
+    def set_draft_position(self, step: int, position: int) -> None:
+        self._draft_positions[step * ALIGNMENT // _I32] = position
 
     def at(self, name: str) -> int:
         """Device address of an array."""

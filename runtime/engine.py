@@ -53,7 +53,7 @@ class Pass:
 class DraftedPass:
     """Outcome of drafting and verifying in one go. draft_share: part of the time that went into drafting, 0..1."""
 
-    drafts: np.ndarray
+    drafts: list[int]
     result: Pass
     draft_share: float
 

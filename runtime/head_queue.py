@@ -21,7 +21,7 @@ class BegunRound:
         """Wait for it: drafts, outcome of the verify pass, share of the time that went into drafting."""
         done = self.queued.outcome()
         if isinstance(done, DraftedPass):
-            return done.drafts.tolist(), done.result, done.draft_share
+            return done.drafts, done.result, done.draft_share
         return [], done, 0.0
 
 

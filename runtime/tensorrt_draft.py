@@ -19,7 +19,6 @@ from runtime.tensorrt_trunk import GREEDY, Shared, TensorrtTrunk
 from runtime.token_choice import device_params, sampling_bytes
 
 _F32_BYTES = 4
-_LATER_STEPS = np.arange(MAX_STEPS - 1)
 
 
 class DraftBuffers:
@@ -48,7 +47,7 @@ class TensorrtDraft:
         self._num_rows = shared.manifest.options.max_rows  # of the decode profile
         self._row_nbytes = shared.geometry.hidden_size * _F32_BYTES
         self._tokens, self._taken, self._pool = buffers.tokens, buffers.taken, buffers.pool
-        self._sampling = np.frombuffer(sampling_bytes(GREEDY.params), np.uint8)
+        self._sampling = sampling_bytes(GREEDY.params)
         self._num_logits = self._position = 0
         self.start(GREEDY)
 
@@ -83,7 +82,7 @@ class TensorrtDraft:
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
-            self._sampling = np.frombuffer(sampling_bytes(params), np.uint8)
+            self._sampling = sampling_bytes(params)
 
     def prefill(self, tokens: Sequence[int], hidden: DeviceRows) -> None:
         count = len(tokens)
@@ -100,11 +99,11 @@ class TensorrtDraft:
         if not self._on_device:
             return self._draft_by_host(tokens, hidden, n)
         count = len(tokens)
-        self._write(tokens)
+        self._write(tokens, steps=n)
         self._shared.stream.on_device(self._taken.address, hidden.address, hidden.nbytes)
         self._memory.recorder.replay(("draft", count, n), lambda: self._whole_draft(count, n))
         self._shared.stream.synchronize()
-        return self._finish_draft(count, n)
+        return np.array(self._finish_draft(count, n), np.int64)
 
     def guess(self, tokens: Sequence[int], hidden: DeviceRows) -> np.ndarray | None:
         if not self._on_device:
@@ -119,7 +118,7 @@ class TensorrtDraft:
         assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
         rows = min(count, self._buffers.num_guesses)
         self._write(tokens)
-        control.guess_rows[:rows] = np.arange(count - rows, count)
+        control.guess_rows[:rows] = range(count - rows, count)
         control.send()
         address = control.at("draft_tokens")
         self._enqueue("prefill", 0, count, address, hidden.address, rows=control.at("guess_rows"), num_rows=rows)
@@ -128,7 +127,7 @@ class TensorrtDraft:
         self._shared.stream.synchronize()
         self._num_logits = rows
         self._position += count
-        return control.guesses_back[:rows].astype(np.int64)
+        return np.array(control.guesses_back[:rows], np.int64)
 
     def begin_round(
         self, trunk: TensorrtTrunk, tokens: Sequence[int], hidden: DeviceRows, n: int
@@ -141,7 +140,7 @@ class TensorrtDraft:
             return None
         tokens, hidden = self._shortened(tokens, hidden)
         count = len(tokens)
-        self._write(tokens)
+        self._write(tokens, steps=n)
         trunk.prepare_verify(tokens[-1:], num_drafts=n)
         # Mostly the rows still lie where the last verify pass left them.
         rows = trunk.hidden_rows
@@ -170,7 +169,7 @@ class TensorrtDraft:
 
     def time_draft(self, n: int, repeats: int) -> list[float]:
         self.start(GREEDY)
-        self._write([0])
+        self._write([0], steps=n)
         self._shared.stream.clear(self._taken.address, self._row_nbytes)
         times = self._memory.recorder.time_replays(("draft", 1, n), lambda: self._whole_draft(1, n), repeats)
         self.start(GREEDY)
@@ -193,15 +192,16 @@ class TensorrtDraft:
             self.prefill(tokens[:surplus], hidden[:surplus])
         return tokens[surplus:], hidden[surplus:]
 
-    def _write(self, tokens: Sequence[int]) -> None:
+    def _write(self, tokens: Sequence[int], steps: int = 1) -> None:
         """Rows for the next step, and the positions of the steps after it."""
         self._shared.under_way.settle()
         control, count = self._shared.control, len(tokens)
         control.draft_sampling[:] = self._sampling
         control.draft_tokens[:count] = tokens
         control.draft_row[0] = count - 1
-        control.draft_positions[0] = self._position
-        control.draft_positions[1:] = self._position + count + _LATER_STEPS
+        control.set_draft_position(0, self._position)
+        for step in range(1, steps):
+            control.set_draft_position(step, self._position + count + step - 1)
 
     def _whole_draft(self, count: int, n: int) -> None:
         self._shared.control.send()
@@ -260,10 +260,10 @@ class TensorrtDraft:
         shape = (self._num_logits, self._tokens.count)
         return self._shared.stream.read(self._buffers.logits.address, shape, np.float32)
 
-    def _finish_draft(self, count: int, n: int) -> np.ndarray:
+    def _finish_draft(self, count: int, n: int) -> list[int]:
         self._num_logits = 1
         self._position += count
-        drafts = self._shared.control.tokens_back[1 : n + 1].astype(np.int64)
+        drafts = self._shared.control.tokens_back[1 : n + 1]
         if drafts[0] == NO_CHOICE:
             raise self._not_finite(self._position)
         return drafts

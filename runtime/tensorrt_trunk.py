@@ -67,7 +67,7 @@ class TensorrtTrunk:
         self._session, self._shared = session, shared
         self._num_slots = shared.manifest.options.max_rows
         self._hidden, self._logits = memory.hidden, shared.logits
-        self._sampling = np.frombuffer(sampling_bytes(GREEDY.params), np.uint8)
+        self._sampling = sampling_bytes(GREEDY.params)
         self.start(GREEDY)
 
     def another(self) -> TensorrtTrunk:
@@ -109,7 +109,7 @@ class TensorrtTrunk:
         params = device_params(sampler)
         self._on_device = params is not None
         if params is not None:
-            self._sampling = np.frombuffer(sampling_bytes(params), np.uint8)
+            self._sampling = sampling_bytes(params)
 
     def prefill(self, tokens: Sequence[int]) -> Pass:
         count = len(tokens)
@@ -261,23 +261,23 @@ class TensorrtTrunk:
         sampling, position = control.at("trunk_sampling"), control.at("position")
         self._shared.choice.enqueue(self._logits.address, rows, vocab, sampling, position, offset, control.at_choices)
 
-    def _choices(self, count: int, place: int, tokens: Sequence[int] | np.ndarray = ()) -> np.ndarray:
+    def _choices(self, count: int, place: int, tokens: Sequence[int] = ()) -> np.ndarray:
         """The choices of the pass just done, the first for ``place``; tokens: of the pass, if it is to be verified."""
-        choices = self._shared.control.choices_back[:count].astype(np.int64)
-        damaged, places = NO_CHOICE in choices.tolist(), place + np.arange(count)
-        self._damage = None
+        choices = self._shared.control.choices_back[:count]
+        damaged, self._damage = NO_CHOICE in choices, None
         if self._on_device and not damaged:
-            return choices
+            return np.array(choices, np.int64)
         # The device looks at every logit, whoever chooses, but only says that there are bad ones: the host names them.
+        places = place + np.arange(count)
         if damaged and self._given is not any_token:
-            self._num_sound, self._damage = choices.tolist().index(NO_CHOICE), self._named(places)
+            self._num_sound, self._damage = choices.index(NO_CHOICE), self._named(places)
         sampler = self._of_finite if damaged else self._given
-        on_host = choices_that_count(sampler, self.logits, places, list(tokens))
+        on_host = choices_that_count(sampler, self.logits, places, tokens)
         if not self._on_device:
             return on_host
-        if (choices != on_host)[on_host != NO_CHOICE].any():
-            raise EngineError(f"the device chose {choices}, the host {on_host}; build the plugins again")
-        return choices
+        if (np.array(choices) != on_host)[on_host != NO_CHOICE].any():
+            raise EngineError(f"the device chose {choices}, the host {on_host.tolist()}; build the plugins again")
+        return np.array(choices, np.int64)
 
     def _named(self, places: np.ndarray) -> NumericError:
         """What is wrong with the logits of the pass just done."""
