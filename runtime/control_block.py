@@ -53,7 +53,7 @@ class ControlBlock:
             return (c_int32 * (sizes[name] // _I32)).from_address(self._host.address + offsets[name])
 
         def view(name: str) -> memoryview:
-            return memoryview(self._host.array)[offsets[name] : offsets[name] + sizes[name]]
+            return self._host.array.data[offsets[name] : offsets[name] + sizes[name]]
 
         self.trunk_sampling, self.draft_sampling = view("trunk_sampling"), view("draft_sampling")
         self.slot, self.position, self.row = integers("slot"), integers("position"), integers("row")

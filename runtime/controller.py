@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engines.errors import UsageError
 from runtime.acceptance import AcceptanceRates
@@ -38,8 +37,7 @@ _LONG_PASS = 2.0
 _MOST_GAIN = 20.0
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One round as measured: draft_n drafts, n_accept of them accepted, rows the head took on the way, times in ms."""
 
     draft_n: int

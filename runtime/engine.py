@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -33,8 +33,7 @@ NO_CHOICE = -1
 Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Outcome of one trunk pass over T tokens.
 
     choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's). NO_CHOICE
@@ -49,8 +48,7 @@ class Pass:
     hidden: Any
 
 
-@dataclass(frozen=True)
-class DraftedPass:
+class DraftedPass(NamedTuple):
     """Outcome of drafting and verifying in one go. draft_share: part of the time that went into drafting, 0..1."""
 
     drafts: list[int]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.engine import DraftedPass, DraftEngine, Pass, QueuingTrunk, RoundEngine, Sampler
 from runtime.queued_work import Queued
 
 
-@dataclass(frozen=True)
-class BegunRound:
+class BegunRound(NamedTuple):
     """A round under way; n_rows: rows that the head takes in it."""
 
     queued: Queued[Pass] | Queued[DraftedPass]
@@ -59,7 +57,7 @@ class HeadQueue:
     def take(self, tokens: Sequence[int], hidden: Any) -> None:
         """Queue rows: tokens [T], each with the trunk's hidden of the position before it, [T, D]."""
         if self._engine:
-            self._tokens.extend(int(token) for token in tokens)
+            self._tokens += tokens
             self._hidden.append(hidden)
 
     def feed(self, keep: int) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engines.errors import UsageError
 from runtime.controller import Controller, Round
@@ -22,8 +21,7 @@ from runtime.spec_stats import SpecStats as SpecStats
 MAX_TOKENS_UNLIMITED = -1
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Tokens that a step emitted (none while the prompt is read), the first ``num_drafted`` of them accepted drafts.
     finish_reason: "stop" or "length" with the last."""
 
@@ -83,6 +81,7 @@ class Generation:
         self._draft_n, self._began = 0, 0.0  # of the next round
         self._begun: BegunRound | None = None  # that round, if it is under way
         self._done_early: tuple[list[int], int] | None = None  # that round, if it was done for `save`
+        self._uncounted: Round | None = None  # the last round, until the device works on the next one
         trunk.start(sampler)
         self._head = HeadQueue(draft)
         self._head.start(draft_sampler or sampler, prompt[0])
@@ -118,7 +117,9 @@ class Generation:
             self._tokens.append(chosen)
             return self._emit([chosen], 0)
         done, self._done_early = self._done_early or self._round(), None
-        return self._emit(*done)
+        block = self._emit(*done)
+        self._count()
+        return block
 
     def save(self) -> None:
         """Keep the state reached, once the prompt is read, for sequences that begin alike; where engines can resume at
@@ -127,6 +128,7 @@ class Generation:
             return
         if self._begun is not None:
             self._done_early = self._round()
+            self._count()
         self._save_level()
 
     def _save_level(self) -> None:
@@ -184,6 +186,11 @@ class Generation:
         if right is not None:
             self._controller.judge(right, n_rows, took_ms)
 
+    def _count(self) -> None:
+        if self._uncounted is not None:
+            self._stats.count(self._uncounted)
+            self._uncounted = None
+
     def _round(self) -> tuple[list[int], int]:
         """The tokens that the round yields, and how many of them, at the front, are accepted drafts."""
         n, trunk, clock = self._draft_n, self._trunk, self._clock
@@ -204,8 +211,8 @@ class Generation:
         self._head.take(block, result.hidden[: len(block)])
         self._tokens += block
         done = Round(n, n_accept, n_rows, draft_ms, round_ms - draft_ms)
-        self._stats.count(done)
         self._controller.observe(done)
+        self._uncounted = done
         return block, min(n_accept, len(block))
 
 

@@ -118,7 +118,7 @@ class TensorrtDraft:
         assert 1 <= count <= self.prefill_chunk and len(hidden) == count, (count, len(hidden))
         rows = min(count, self._buffers.num_guesses)
         self._write(tokens)
-        control.guess_rows[:rows] = range(count - rows, count)
+        control.guess_rows[:rows] = list(range(count - rows, count))
         control.send()
         address = control.at("draft_tokens")
         self._enqueue("prefill", 0, count, address, hidden.address, rows=control.at("guess_rows"), num_rows=rows)
@@ -147,11 +147,12 @@ class TensorrtDraft:
         if hidden.address != rows.address:
             self._shared.stream.on_device(rows.address, hidden.address, hidden.nbytes)
         self._memory.recorder.replay(("round", count, n), lambda: self._whole_round(trunk, count, n))
+        verified = rows[: n + 1]
 
         def finish() -> DraftedPass:
             self._shared.stream.synchronize()
             drafts = self._finish_draft(count, n)
-            result = trunk.finish_verify(rows[: n + 1])
+            result = trunk.finish_verify(verified)
             began, drafted, ended = self._buffers.events
             share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
             return DraftedPass(drafts, result, share)
@@ -187,17 +188,17 @@ class TensorrtDraft:
     def _shortened(self, tokens: Sequence[int], hidden: DeviceRows) -> tuple[Sequence[int], DeviceRows]:
         """The rows to draft after, at most as many as the decode profile takes; those before them are taken here."""
         assert 1 <= len(tokens) <= self.prefill_chunk and len(hidden) == len(tokens), (len(tokens), len(hidden))
-        surplus = len(tokens) - 1 if len(tokens) > self._num_rows else 0
-        if surplus:
-            self.prefill(tokens[:surplus], hidden[:surplus])
-        return tokens[surplus:], hidden[surplus:]
+        if len(tokens) <= self._num_rows:
+            return tokens, hidden
+        self.prefill(tokens[:-1], hidden[: len(tokens) - 1])
+        return tokens[-1:], hidden[len(tokens) - 1 :]
 
     def _write(self, tokens: Sequence[int], steps: int = 1) -> None:
         """Rows for the next step, and the positions of the steps after it."""
         self._shared.under_way.settle()
         control, count = self._shared.control, len(tokens)
         control.draft_sampling[:] = self._sampling
-        control.draft_tokens[:count] = tokens
+        control.draft_tokens[:count] = list(tokens)
         control.draft_row[0] = count - 1
         control.set_draft_position(0, self._position)
         for step in range(1, steps):

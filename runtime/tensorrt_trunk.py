@@ -118,7 +118,7 @@ class TensorrtTrunk:
         control = self._shared.control
         self._point(control)
         control.row[0] = count - 1
-        control.prompt[:count] = tokens
+        control.prompt[:count] = list(tokens)
         control.send()
         short = count <= self._num_slots
         hidden = self.memory.prefill_hidden
@@ -163,7 +163,7 @@ class TensorrtTrunk:
         assert 1 <= count <= self.max_rows and not self._pending, (count, self._pending)
         control = self._shared.control
         self._point(control)
-        control.tokens[: len(tokens)] = tokens
+        control.tokens[: len(tokens)] = list(tokens)
         return count
 
     def enqueue_verify(self, hidden: DeviceRows) -> None:
