@@ -108,9 +108,9 @@ def head_agreement(session: Session, prompt: Sequence[int], text: Sequence[int])
         hidden = head.join([before, result.hidden])
         for i, token in enumerate(tokens):
             guess = head.draft([token], hidden[i : i + 1], 1)
-            n_top1 += int(guess[0]) == int(result.choices[i])
+            n_top1 += int(guess[0]) == result.choices[i]
             head_logits = _logits(head)
-            n_known += head_logits is None or head_logits[-1, int(result.choices[i])] > -np.inf
+            n_known += head_logits is None or head_logits[-1, result.choices[i]] > -np.inf
             if kl_sum is None or trunk_logits is None or head_logits is None:
                 kl_sum = None
             else:

@@ -36,7 +36,7 @@ Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Pass(NamedTuple):
     """Outcome of one trunk pass over T tokens.
 
-    choices: the trunk's own token after each row, int64 [T] (after a prefill pass: [1], the last row's). NO_CHOICE
+    choices: the trunk's own token after each row, T of them (after a prefill pass one, the last row's). NO_CHOICE
     from a row on whose logits are damaged (NaN, infinite): plain decoding may never see it; if it does, the next pass
     begins there.
     hidden: rows of the trunk's hidden state after output_norm, [T, D]; opaque to the loop, which only slices rows
@@ -44,7 +44,7 @@ class Pass(NamedTuple):
     makes a copy that stays.
     """
 
-    choices: np.ndarray
+    choices: list[int]
     hidden: Any
 
 
@@ -237,22 +237,20 @@ def of_finite(sampler: Sampler, masked: Callable[[np.ndarray], np.ndarray] | Non
     return choose
 
 
-def choices_that_count(
-    sampler: Sampler, logits: np.ndarray, positions: np.ndarray, tokens: Sequence[int]
-) -> np.ndarray:
+def choices_that_count(sampler: Sampler, logits: np.ndarray, positions: np.ndarray, tokens: Sequence[int]) -> list[int]:
     """What ``sampler`` chooses after each row of a pass over ``tokens`` whose rows do not depend on those after them.
 
     Where it refuses the rows with a NumericError, it is asked row by row, up to the first that it refuses alone, or
     whose choice is not the next token; behind that stands NO_CHOICE. Raises NumericError if it refuses the first."""
     try:
-        return np.asarray(sampler(logits, positions), np.int64)
+        return np.asarray(sampler(logits, positions), np.int64).tolist()
     except NumericError:
         if len(logits) == 1:
             raise
-    choices = np.full(len(logits), NO_CHOICE, np.int64)
+    choices = [NO_CHOICE] * len(logits)
     for i in range(len(logits)):
         try:
-            choices[i] = sampler(logits[i : i + 1], positions[i : i + 1])[0]
+            choices[i] = int(sampler(logits[i : i + 1], positions[i : i + 1])[0])
         except NumericError:
             if i == 0:
                 raise

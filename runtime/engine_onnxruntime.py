@@ -103,7 +103,7 @@ class OnnxTrunkEngine:
         assert 1 <= count <= self.prefill_chunk and not self._pending, (count, self._pending)
         self._reserve(count)
         hidden = self._run(self._bind(count, rows=1, keep_updates=False), tokens, np.array([count - 1]))
-        choices = np.asarray(self._sampler(self.logits, np.array([self._position + count])), np.int64)
+        choices = np.asarray(self._sampler(self.logits, np.array([self._position + count])), np.int64).tolist()
         self._keep_convs(count)
         self._current ^= 1
         self._position += count
@@ -115,7 +115,7 @@ class OnnxTrunkEngine:
         self._reserve(count)
         hidden = self._run_rows(tokens)
         try:
-            choices = np.asarray(self._sampler(self.logits, self._position + 1 + np.arange(count)), np.int64)
+            choices = np.asarray(self._sampler(self.logits, self._position + 1 + np.arange(count)), np.int64).tolist()
         except NumericError as damage:
             choices, hidden = self._verify_by_steps(tokens)
             self._damage = damage
@@ -167,12 +167,12 @@ class OnnxTrunkEngine:
     def _verify_by_steps(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Choices [T] of a pass with damaged logits, up to the first damaged row or rejected draft, and the hidden rows
         that can be kept: one token more at a time, as a NaN in a row's values reaches the rows before it (0 * NaN)."""
-        choices = np.full(len(tokens), NO_CHOICE, np.int64)
+        choices = [NO_CHOICE] * len(tokens)
         for count in range(1, len(tokens) + 1):
             self._cache.clear(self._position)
             hidden = self._run_rows(tokens[:count])
             try:
-                choices[count - 1] = self._sampler(self.logits[-1:], np.array([self._position + count]))[0]
+                choices[count - 1] = int(self._sampler(self.logits[-1:], np.array([self._position + count]))[0])
             except NumericError:
                 if count == 1:
                     raise

@@ -154,7 +154,7 @@ class Generation:
         pause = next(at for at in self._pauses if at > first)
         chunk = self._tokens[first : min(first + trunk.prefill_chunk, pause)]
         result = trunk.prefill(chunk)
-        chosen = int(result.choices[-1])
+        chosen = result.choices[-1]
         self._position += len(chunk)
         done = self._position == self._num_prompt
         # The head pairs a hidden row with the token after it; after the prompt's last row that is the chosen one.
@@ -203,7 +203,7 @@ class Generation:
             drafts, n_rows = self._head.draft(n)
             draft_ms = 1000.0 * (clock() - self._began)
             result = trunk.verify([self._tokens[-1], *drafts])
-        choices = result.choices.tolist()
+        choices = result.choices
         n_accept = _leading_matches(drafts, choices)
         block = _through_end(choices[: n_accept + 1], self._ends)
         trunk.commit(len(block))

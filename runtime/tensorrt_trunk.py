@@ -261,12 +261,12 @@ class TensorrtTrunk:
         sampling, position = control.at("trunk_sampling"), control.at("position")
         self._shared.choice.enqueue(self._logits.address, rows, vocab, sampling, position, offset, control.at_choices)
 
-    def _choices(self, count: int, place: int, tokens: Sequence[int] = ()) -> np.ndarray:
+    def _choices(self, count: int, place: int, tokens: Sequence[int] = ()) -> list[int]:
         """The choices of the pass just done, the first for ``place``; tokens: of the pass, if it is to be verified."""
         choices = self._shared.control.choices_back[:count]
         damaged, self._damage = NO_CHOICE in choices, None
         if self._on_device and not damaged:
-            return np.array(choices, np.int64)
+            return choices
         # The device looks at every logit, whoever chooses, but only says that there are bad ones: the host names them.
         places = place + np.arange(count)
         if damaged and self._given is not any_token:
@@ -275,9 +275,9 @@ class TensorrtTrunk:
         on_host = choices_that_count(sampler, self.logits, places, tokens)
         if not self._on_device:
             return on_host
-        if (np.array(choices) != on_host)[on_host != NO_CHOICE].any():
-            raise EngineError(f"the device chose {choices}, the host {on_host.tolist()}; build the plugins again")
-        return np.array(choices, np.int64)
+        if any(own not in (NO_CHOICE, chosen) for own, chosen in zip(on_host, choices, strict=True)):
+            raise EngineError(f"the device chose {choices}, the host {on_host}; build the plugins again")
+        return choices
 
     def _named(self, places: np.ndarray) -> NumericError:
         """What is wrong with the logits of the pass just done."""

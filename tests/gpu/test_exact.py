@@ -90,13 +90,13 @@ def test_a_round_is_its_parts(opened: Open, name: str, rows: int, n_drafts: int)
             assert 0 < both.draft_share < 1
             drafts, result = both.drafts, both.result
         else:
-            drafts = draft.draft(*tail, n_drafts)
+            drafts = draft.draft(*tail, n_drafts).tolist()
             result = trunk.verify([int(ids[99]), *drafts])
         logits = trunk.logits, draft.logits
         trunk.commit(n_drafts)
         results.append((drafts, result.choices, engines.host(result.hidden), *logits, trunk.state()))
     (drafts, choices, *arrays, state), (want_drafts, want_choices, *want_arrays, want_state) = results
-    assert drafts.tolist() == want_drafts.tolist() and choices.tolist() == want_choices.tolist()
+    assert drafts == want_drafts and choices == want_choices
     for got, want in zip(arrays, want_arrays, strict=True):
         assert_same_bits(got, want, f"{rows} rows, {n_drafts} drafts")
     assert_same_state(state, want_state, f"{rows} rows, {n_drafts} drafts")
@@ -146,8 +146,8 @@ def test_damaged_rows_reach_no_earlier_ones(opened: Open, name: str, rows: int) 
         for behind in (rows - bad, 0):
             engines.prefill(ids[:20])
             result = trunk.verify([*ids[20 : 20 + bad], *[NO_CHOICE] * behind])
-            assert (result.choices[bad:] == NO_CHOICE).all()
-            choices.append(result.choices[:bad].tolist())
+            assert result.choices[bad:] == [NO_CHOICE] * behind
+            choices.append(result.choices[:bad])
             parts = [engines.host(result.hidden)[:bad], trunk.logits[:bad]]
             trunk.commit(bad)
             states.append(trunk.state())
@@ -167,9 +167,9 @@ def test_a_damaged_row_that_counts(opened: Open) -> None:
         trunk.verify([NO_CHOICE])
     for rows in range(1, MAX_ROWS):
         trunk.start(GREEDY)
-        text = [int(trunk.prefill(prompt).choices[0])]
+        text = trunk.prefill(prompt).choices
         for _ in range(rows - 1):
-            text.append(int(trunk.verify(text[-1:]).choices[0]))
+            text += trunk.verify(text[-1:]).choices
             trunk.commit(1)
 
         def forced(logits: np.ndarray, positions: np.ndarray, last: int = trunk.position + 1) -> np.ndarray:
@@ -178,7 +178,7 @@ def test_a_damaged_row_that_counts(opened: Open) -> None:
         trunk.start(forced)
         trunk.prefill(prompt)
         result = trunk.verify([*text, NO_CHOICE])
-        assert result.choices.tolist() == [*text[1:], NO_CHOICE, NO_CHOICE]
+        assert result.choices == [*text[1:], NO_CHOICE, NO_CHOICE]
         trunk.commit(rows)
         with pytest.raises(NumericError, match=f"position {len(prompt) + rows + 1}: {engines.vocab_size} NaN"):
             trunk.verify([NO_CHOICE])

@@ -94,7 +94,7 @@ class ToyTrunk:
         states = self._run(tokens)
         self._position += len(tokens)
         self.state = states[-1]
-        return Pass(np.array([choice(self.state, self._position, self._sampler)]), np.array(states)[:, None])
+        return Pass([choice(self.state, self._position, self._sampler)], np.array(states)[:, None])
 
     def verify(self, tokens: Sequence[int]) -> Pass:
         assert 1 <= len(tokens) <= self.max_rows
@@ -103,7 +103,7 @@ class ToyTrunk:
         self._pending = states
         places = self._position + 1 + np.arange(len(states))
         choices = self._sampler(np.concatenate([logits_of(state) for state in states]), places)
-        return Pass(np.asarray(choices), np.array(states)[:, None])
+        return Pass(choices.tolist(), np.array(states)[:, None])
 
     def commit(self, n_keep: int) -> None:
         assert self._pending is not None and 1 <= n_keep <= len(self._pending)

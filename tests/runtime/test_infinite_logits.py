@@ -142,7 +142,7 @@ def test_behind_a_rejected_draft(model: Exported, monkeypatch: pytest.MonkeyPatc
     result = trunk.verify([text[0], wrong, wrong, wrong])
     assert result.choices[0] == text[1] and result.choices[-1] == NO_CHOICE
     trunk.commit(1)
-    assert trunk.verify([text[1]]).choices.tolist() == [text[2]]
+    assert trunk.verify([text[1]]).choices == [text[2]]
 
 
 @pytest.mark.parametrize("value", VALUES)
