@@ -13,6 +13,7 @@ from runtime.cuda import ALIGNMENT, DeviceBuffer, PinnedBuffer, Stream
 from runtime.token_choice import SAMPLING_NBYTES
 
 _I32 = 4
+DRAFT_POSITION = ALIGNMENT // _I32  # numbers from one step's position to the next one's
 MAX_STEPS = 8  # drafts in a row
 _TOKENS = 32  # tokens of a pass that is verified, as many choices, and as many guesses
 
@@ -58,15 +59,12 @@ class ControlBlock:
         self.trunk_sampling, self.draft_sampling = view("trunk_sampling"), view("draft_sampling")
         self.slot, self.position, self.row = integers("slot"), integers("position"), integers("row")
         self.draft_row, self.guess_rows = integers("draft_row"), integers("guess_rows")
-        self._draft_positions = integers("draft_positions")
+        self.draft_positions = integers("draft_positions")  # that of a step at step * DRAFT_POSITION
         self.prompt, self.draft_tokens = integers("prompt"), integers("draft_tokens")
         self.tokens = integers("verified")  # and room for choices and guesses
         self.tokens_back, self.choices_back, self.guesses_back = (
             (c_int32 * _TOKENS).from_address(self._back.address + part * _TOKENS * _I32) for part in range(3)
         )
-
-    def set_draft_position(self, step: int, position: int) -> None:
-        self._draft_positions[step * ALIGNMENT // _I32] = position
 
     def at(self, name: str) -> int:
         """Device address of an array."""

@@ -164,7 +164,7 @@ class OnnxTrunkEngine:
             copies[name] = buffer[:, :, : self._position].copy()
         return copies
 
-    def _verify_by_steps(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _verify_by_steps(self, tokens: Sequence[int]) -> tuple[list[int], np.ndarray]:
         """Choices [T] of a pass with damaged logits, up to the first damaged row or rejected draft, and the hidden rows
         that can be kept: one token more at a time, as a NaN in a row's values reaches the rows before it (0 * NaN)."""
         choices = [NO_CHOICE] * len(tokens)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engines.errors import NumericError
-from runtime.control_block import MAX_STEPS
+from runtime.control_block import DRAFT_POSITION, MAX_STEPS
 from runtime.cuda import DeviceBuffer, Event
 from runtime.device_rows import DeviceRows, RowPool
 from runtime.draft_tokens import DraftTokens
@@ -199,9 +199,10 @@ class TensorrtDraft:
         control.draft_sampling[:] = self._sampling
         control.draft_tokens[:count] = list(tokens)
         control.draft_row[0] = count - 1
-        control.set_draft_position(0, self._position)
+        positions, position = control.draft_positions, self._position
+        positions[0] = position
         for step in range(1, steps):
-            control.set_draft_position(step, self._position + count + step - 1)
+            positions[step * DRAFT_POSITION] = position + count + step - 1
 
     def _whole_draft(self, count: int, n: int) -> None:
         self._shared.control.send()
