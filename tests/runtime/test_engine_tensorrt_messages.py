@@ -57,6 +57,7 @@ def test_no_driver(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_cuda_package(gpu: FakeGpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    cuda._api.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(EngineError, match=r"pip install 'nextn-trt\[tensorrt\]'"):
         cuda.open_device()
