@@ -1,7 +1,8 @@
 // Dot product of 16 weight rows, one superblock wide, with 2 to 8 tokens on int8 tensor cores: what dot_affine and dot_q6_k
 // give, bit by bit, for kernels whose rows begin at 16-byte boundaries.
 //
-// The superblock is in registers before anything is computed, so that its place in the ring is free early.
+// Of up to four tokens the superblock is in registers before anything is computed, so that its place in the ring is free
+// early.
 #pragma once
 #include "kquant_dot.cuh"
 
@@ -24,34 +25,49 @@ __device__ __forceinline__ void shift_operand(TokenOperand<OPERAND, NT>& x, int 
     }
 }
 
-// Words of one row of a Q6_K superblock as lane q needs them.
+// Words of one row of a Q6_K superblock as lane q needs them, read from its beginning on; those of half a superblock.
+template <bool SHIFTED>
 struct SixWords {
-    uint32_t low[8], high[4];  // by 16 values: word i of the low nibbles, of the high bits
-    uint32_t own, scales[5];   // the lane's four scales; all of them, from byte 2 on if shifted
+    uint32_t low[4], high[2];          // by 16 values: word i of the low nibbles, of the high bits
+    uint32_t scales[SHIFTED ? 3 : 2];  // from byte 2 on if shifted
 };
 template <bool SHIFTED, typename P>
-__device__ __forceinline__ SixWords load_six(P r, int q) {
-    SixWords w;
-    const P from = r - (SHIFTED ? 2 : 0);
-    uint32_t here = load_word(from + 4 * q);
-    const auto next = [&](int i) {
-        if (!SHIFTED) return load_word(from + 4 * q + 16 * i);
-        const uint32_t following = load_word(from + 4 * q + 16 * (i + 1));
-        const uint32_t word = __byte_perm(here, following, q ? 0x3210 : 0x5432);
+struct SixReader {
+    P row, mine;                 // where words are, and the lane's
+    uint32_t low, high, select;  // the next words
+
+    __device__ __forceinline__ SixReader(P r, int q)
+        : row(r - (SHIFTED ? 2 : 0)), mine(row + 4 * q), select(q ? 0x3210 : 0x5432) {
+        if (SHIFTED) {
+            low = load_word(mine);
+            high = load_word(mine + 128);
+        }
+    }
+    __device__ __forceinline__ uint32_t next(uint32_t& here, P at) const {
+        if (!SHIFTED) return load_word(at);
+        const uint32_t following = load_word(at + 16), word = __byte_perm(here, following, select);
         here = following;
         return word;
-    };
+    }
+    template <int H>
+    __device__ __forceinline__ SixWords<SHIFTED> half() {
+        SixWords<SHIFTED> w;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) w.low[i] = next(i);
+        for (int i = 0; i < 4; ++i) w.low[i] = next(low, mine + 64 * H + 16 * i);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w.high[i] = next(8 + i);
+        for (int i = 0; i < 2; ++i) w.high[i] = next(high, mine + 128 + 32 * H + 16 * i);
 #pragma unroll
-    for (int i = 0; i < (SHIFTED ? 5 : 4); ++i) w.scales[i] = load_word(from + 192 + 4 * i);
-    w.own = SHIFTED ? __byte_perm(here, w.scales[4], q ? 0x3210 : 0x5432) : load_word(from + 192 + 4 * q);
-    return w;
-}
+        for (int i = 0; i < (SHIFTED ? 3 : 2); ++i) w.scales[i] = load_word(row + 192 + 8 * H + 4 * i);
+        return w;
+    }
+    // The lane's four scales, after both halves.
+    __device__ __forceinline__ uint32_t own(const SixWords<SHIFTED>& second) const {
+        return SHIFTED ? __byte_perm(high, second.scales[2], select) : load_word(mine + 192);
+    }
+};
 
-// loaded(): called when the superblock has been read.
+// y += ..; loaded(): called when the superblock has been read; of up to four tokens before anything is computed, for
+// more there are too few registers.
 template <bool SHIFTED, int TYPE, int NT, int OPERAND, typename P, typename F>
 __device__ __forceinline__ void dot_few(P r0, P r8, const TokenOperand<OPERAND, NT>& x, float (&y)[NT][2], int q,
                                         F loaded) {
@@ -59,38 +75,53 @@ __device__ __forceinline__ void dot_few(P r0, P r8, const TokenOperand<OPERAND, 
         dot_affine<TYPE>(r0, r8, x, y, q);
         loaded();
     } else {
-        constexpr int kSKIP = SHIFTED ? 2 : 0;
-        const SixWords w[2] = {load_six<SHIFTED>(r0, q), load_six<SHIFTED>(r8, q)};
-        const float d0 = __half2float(__ushort_as_half(load_half_word(r0 + 208)));
-        const float d8 = __half2float(__ushort_as_half(load_half_word(r8 + 208)));
-        loaded();
-        int acc[NT][4] = {};
-        each_of<4>([&](auto STEP) {  // values 16*lh + 4*q .. of the quarters of half h
-            constexpr int h = decltype(STEP)::value >> 1, lh = decltype(STEP)::value & 1;
-            uint32_t a[4][2];
+        constexpr bool kEARLY = NT == 1;
+        SixReader<SHIFTED, P> reader[2] = {{r0, q}, {r8, q}};
+        const SixWords<SHIFTED> first[2] = {reader[0].template half<0>(), reader[1].template half<0>()};
+        SixWords<SHIFTED> second[2];
+        uint32_t own[2], d[2];
+        const auto load_second = [&] {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const uint32_t low0 = w[r].low[4 * h + lh], low1 = w[r].low[4 * h + 2 + lh];
-                const uint32_t high = w[r].high[2 * h + lh];
-                unpack_quarters(a, r, low0, low1, high);
+                second[r] = reader[r].template half<1>();
+                own[r] = reader[r].own(second[r]);
+                d[r] = load_half_word((r ? r8 : r0) + 208);
             }
-            each_of<4>([&](auto J) {
-                constexpr int j = decltype(J)::value, s = 8 * h + 2 * j + lh, at = s + kSKIP;
-                const int sc0 = signed_byte_of<(at & 3)>(w[0].scales[at >> 2]),
-                          sc8 = signed_byte_of<(at & 3)>(w[1].scales[at >> 2]);
+            loaded();
+        };
+        int acc[NT][4] = {};
+        const auto half = [&](const SixWords<SHIFTED>(&w)[2], auto H) {
+            each_of<2>([&](auto LH) {  // values 16*lh + 4*q .. of the quarters
+                constexpr int h = decltype(H)::value, lh = decltype(LH)::value;
+                uint32_t a[4][2];
 #pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    int dot[4];
-                    mma_s8_k16(dot, a[j][0], a[j][1], x.frag[n][s]);
-                    multiply_add(acc[n], dot, sc0, sc8);
-                }
+                for (int r = 0; r < 2; ++r) unpack_quarters(a, r, w[r].low[lh], w[r].low[2 + lh], w[r].high[lh]);
+                each_of<4>([&](auto J) {
+                    constexpr int j = decltype(J)::value, s = 2 * j + lh, at = s + (SHIFTED ? 2 : 0);
+                    const int sc0 = signed_byte_of<(at & 3)>(w[0].scales[at >> 2]),
+                              sc8 = signed_byte_of<(at & 3)>(w[1].scales[at >> 2]);
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        int dot[4];
+                        mma_s8_k16(dot, a[j][0], a[j][1], x.frag[n][8 * h + s]);
+                        multiply_add(acc[n], dot, sc0, sc8);
+                    }
+                });
             });
-        });
+        };
+        if (kEARLY) load_second();
+        half(first, std::integral_constant<int, 0>{});
+        if (!kEARLY) {
+            __syncwarp();  // or the compiler would read ahead
+            load_second();
+        }
+        half(second, std::integral_constant<int, 1>{});
+        const float d0 = __half2float(__ushort_as_half(d[0])), d8 = __half2float(__ushort_as_half(d[1]));
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             int top[4], low[4];
-            mma_s8_k16(top, w[0].own, w[1].own, x.six[n].x);
-            mma_s8_k16(low, w[0].own, w[1].own, x.six[n].y);
+            mma_s8_k16(top, own[0], own[1], x.six[n].x);
+            mma_s8_k16(low, own[0], own[1], x.six[n].y);
             const float f0 = hi_lo(acc[n][0] - 2048 * top[0] - 16 * top[1], acc[n][1] - 32 * low[1]);
             const float f8 = hi_lo(acc[n][2] - 2048 * top[2] - 16 * top[3], acc[n][3] - 32 * low[3]);
             y[n][0] = __fmaf_rn(x.scale[n], __fmul_rn(d0, f0), y[n][0]);

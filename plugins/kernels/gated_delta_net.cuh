@@ -40,10 +40,13 @@ __device__ __forceinline__ void unit_norm(float (&v)[PER], float eps, bool query
 struct Gates {
     float decay, rate;
 };
-__device__ __forceinline__ Gates gates_of(const NextnGatedDeltaNet& p, float alpha, float beta, int h) {
-    const float x = __fadd_rn(alpha, p.dt_bias[h]);
+__device__ __forceinline__ Gates gates_of(float a, float dt_bias, float alpha, float beta) {
+    const float x = __fadd_rn(alpha, dt_bias);
     const float softplus = x > 20.0f ? x : log1pf(expf(x));
-    return {expf(__fmul_rn(p.a[h], softplus)), __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-beta)))};
+    return {expf(__fmul_rn(a, softplus)), __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-beta)))};
+}
+__device__ __forceinline__ Gates gates_of(const NextnGatedDeltaNet& p, float alpha, float beta, int h) {
+    return gates_of(p.a[h], p.dt_bias[h], alpha, beta);
 }
 
 // A block's share of a head's state, COLS value columns, in registers: a lane has 32 rows of one column, so that every

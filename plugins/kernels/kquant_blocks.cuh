@@ -114,7 +114,7 @@ struct QuantizedRows {
 // Q6_K: values of the same place in the four quarters of half a superblock, of the row that `row` says, from their low
 // bits and the high ones that they share.
 __device__ __forceinline__ void unpack_quarters(uint32_t (&a)[4][2], int row, uint32_t low0, uint32_t low1, uint32_t high) {
-    const uint32_t even = high & 0x33333333u, odd = high & 0xccccccccu;
+    const uint32_t even = keep_bits<0x33333333u>(high), odd = keep_bits<0xccccccccu>(high);
     a[0][row] = merge_bits<0x0f0f0f0fu>(low0, even << 4);
     a[1][row] = merge_bits<0x0f0f0f0fu>(low1, odd << 2);
     a[2][row] = merge_bits<0x0f0f0f0fu>(low0 >> 4, even);

@@ -58,7 +58,7 @@ __device__ __forceinline__ void reduce_group(const DecodeParams& p, const UnitRa
 // All tiles of the block, by one consumer warp.  own: its superblock; own_rows: where that begins in the first stage, of
 // the lane's row.
 template <bool SHIFTED, int TYPE, int NT>
-__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, const uint8_t* own_rows,
+__device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, uint32_t own_rows,
                                         Barriers& ring, float* partial, const float* factor,
                                         const TokenOperand<TYPE, NT>& x, int warp, int own, int lane) {
     constexpr int kWARP = kGROUP<NT> * kTILE * NT;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& 
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             mbarrier_wait(ring.full + at.stage, at.phase);
-            const uint8_t* r0 = own_rows + at.stage * stage_size;
+            const uint32_t r0 = own_rows + at.stage * stage_size;
             float y[NT][2] = {};
             dot_few<SHIFTED, TYPE>(r0, r0 + second, x, y, q, [&] {
                 __syncwarp();
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(32 * (kMAX_KS + 1), 1) kquant_few_kernel(const
     x.load(p.quantized, own, lane);
     if (threadIdx.x < kGroupTokens * NT) factor[threadIdx.x] = __ldcg(p.quantized.factor + threadIdx.x);
     float* partial = reinterpret_cast<float*>(smem + p.stages * stage_size);
-    const uint8_t* rows = smem + offset_of_row<TYPE>(p, lane >> 2) + own * kSuperBytes<TYPE>;
+    const uint32_t rows = smem_address(smem) + offset_of_row<TYPE>(p, lane >> 2) + own * kSuperBytes<TYPE>;
     if constexpr (TYPE == kNEXTN_Q6_K) {
         if (own & 1) {
             shift_operand(x, lane);

@@ -68,7 +68,7 @@ __device__ __forceinline__ void dot_affine(P r0, P r8, const TokenOperand<OPERAN
         }
     };
     each_of<8>(sub_block);
-    // mins: k slots 0-7 hold m, 8-31 hold 2m three times (see quantize_rows.cu)
+    // mins: see min_digit
     const uint32_t m0 = q & 1 ? s0.mn[1] : s0.mn[0], m8 = q & 1 ? s8.mn[1] : s8.mn[0];
     float2 d0 = __half22float2(*reinterpret_cast<const __half2*>(&h0.x));
     float2 d8 = __half22float2(*reinterpret_cast<const __half2*>(&h8.x));
@@ -82,13 +82,12 @@ __device__ __forceinline__ void dot_affine(P r0, P r8, const TokenOperand<OPERAN
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[n][i] = 16 * acc[n][i] + acc16[n][i];
         int mins[4];
-        mma_s8_k32(mins, m0 << (q >> 1), m8 << (q >> 1), m0 << 1, m8 << 1, x.sums[n].x, x.sums[n].y);
-        const auto step = [&](float(&out), const float2 d, int hi, int lo, int min_hi, int min_lo) {
-            const float m = __fmaf_rn(1024.0f, static_cast<float>(min_hi), static_cast<float>(min_lo));
+        mma_u8_k32(mins, m0, m8, m0 << 2, m8 << 2, x.sums[n].x, x.sums[n].y);
+        const auto step = [&](float(&out), const float2 d, int hi, int lo, float m) {
             out = __fmaf_rn(x.scale[n], __fmaf_rn(-d.y, m, __fmul_rn(d.x, hi_lo(hi, lo))), out);
         };
-        step(y[n][0], d0, acc[n][0], acc[n][1], mins[0], mins[1]);
-        step(y[n][1], d8, acc[n][2], acc[n][3], mins[2], mins[3]);
+        step(y[n][0], d0, acc[n][0], acc[n][1], min_sum<NT>(mins[0], mins[1]));
+        step(y[n][1], d8, acc[n][2], acc[n][3], min_sum<NT>(mins[2], mins[3]));
     }
 }
 

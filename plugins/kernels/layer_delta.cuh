@@ -252,8 +252,14 @@ struct DeltaBlock {
         float state[kROWS];
         request_state(state);
         if (row0 == 0 && column < p.t) {
-            const float alpha = read(g.alpha + column * g.ld_gate + h), beta = read(g.beta + column * g.ld_gate + h);
-            s.gates[column] = gates_of(g, alpha, beta, h);
+            const auto gate = [&](const float* of) { return read(of + column * g.ld_gate + h); };
+            if constexpr (MAX_T == 1) {
+                s.gates[column] = gates_of(g, gate(g.alpha), gate(g.beta), h);
+            } else {  // parameters come before what is awaited; one token took longer with that
+                const float a = load_now(g.a + h), dt_bias = load_now(g.dt_bias + h);
+                const float alpha = gate(g.alpha), beta = gate(g.beta);
+                s.gates[column] = gates_of(a, dt_bias, alpha, beta);
+            }
         }
         if (slot < 0)
 #pragma unroll

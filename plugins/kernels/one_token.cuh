@@ -140,9 +140,8 @@ __device__ __forceinline__ float dot_one(P r, int stride8, bool, const OneToken<
     }
     const uint32_t m0 = q & 1 ? s0.mn[1] : s0.mn[0], m8 = q & 1 ? s8.mn[1] : s8.mn[0];
     int mins[4];
-    mma_s8_k32(mins, m0 << (q >> 1), m8 << (q >> 1), m0 << 1, m8 << 1, x.sums.x, x.sums.y);
-    const float min = __fmaf_rn(1024.0f, static_cast<float>(upper ? mins[2] : mins[0]),
-                                static_cast<float>(upper ? mins[3] : mins[1]));
+    mma_u8_k32(mins, m0, m8, m0 << 2, m8 << 2, x.sums.x, x.sums.y);
+    const float min = min_sum<1>(upper ? mins[2] : mins[0], upper ? mins[3] : mins[1]);
     const uint32_t header = upper ? h8.x : h0.x;
     const float2 d = __half22float2(*reinterpret_cast<const __half2*>(&header));
     const float sum = float_of(sum_of_four(acc, upper));

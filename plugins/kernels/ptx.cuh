@@ -6,15 +6,7 @@
 namespace nextn {
 
 // Two 8-bit integer tensor-core shapes.  Lane l = 4*g + q holds A rows g and g+8, bytes k = 4q.. (and 16+4q..),
-// B column g, and C columns 2q, 2q+1 of rows g (c0, c1) and g+8 (c2, c3).  C starts at zero.
-__device__ __forceinline__ void mma_s8_k32(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                           uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
-}
-
-// The same with A from 0 to 255.
+// B column g, and C columns 2q, 2q+1 of rows g (c0, c1) and g+8 (c2, c3).  C starts at zero.  A from 0 to 255:
 __device__ __forceinline__ void mma_u8_k32(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                            uint32_t b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
@@ -22,6 +14,7 @@ __device__ __forceinline__ void mma_u8_k32(int (&c)[4], uint32_t a0, uint32_t a1
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(0));
 }
 
+// A as well from -128 to 127.
 __device__ __forceinline__ void mma_s8_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
     asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
@@ -178,6 +171,14 @@ template <uint32_t MASK>
 __device__ __forceinline__ uint32_t merge_bits(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(MASK));
+    return r;
+}
+
+// a & MASK for several shifts: the compiler would shift first, and then need one of these for each.
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t keep_bits(uint32_t a) {
+    uint32_t r;
+    asm("and.b32 %0, %1, %2;" : "=r"(r) : "r"(a), "n"(MASK));
     return r;
 }
 

@@ -40,14 +40,21 @@ __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
 }
 
 // Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 880, digit = first +
-// 6 * rest with both in int8.  The operand's k slots hold `first` (sub-blocks 0..7, against m) and three times `rest`
-// (against 2m), so one m16n8k32 sums all mins exactly.
+// 9 * rest with both in int8.  The operand's k slots 0 to 15 hold `first` and `rest` of sub-blocks 0..7 (against m), the
+// others `rest` twice (against 4m), so one m16n8k32 sums all mins exactly.
 struct MinDigit {
     int first, rest;
 };
 __device__ __forceinline__ MinDigit min_digit(int sum, bool low) {
-    const int l = ((sum + 512) & 1023) - 512, v = low ? l : (sum - l) >> 10, rest = (v * 37 + 128) >> 8;
-    return {v - 6 * rest, rest};
+    const int l = ((sum + 512) & 1023) - 512, v = low ? l : (sum - l) >> 10, rest = (v * 57 + 256) >> 9;
+    return {v - 9 * rest, rest};
+}
+
+// What sums over all mins come to, rounded once.  Of NT groups of tokens: in integers registers would spill for two.
+template <int NT>
+__device__ __forceinline__ float min_sum(int high, int low) {
+    return NT == 1 ? static_cast<float>(1024 * high + low)
+                   : __fmaf_rn(1024.0f, static_cast<float>(high), static_cast<float>(low));
 }
 
 // Sums over 16 values against the scales of Q6_K: 128*rest + low, rest = 128*d2 + d1, low and d1 within +-64, d2 less.
