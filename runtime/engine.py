@@ -49,11 +49,11 @@ class Pass(NamedTuple):
 
 
 class DraftedPass(NamedTuple):
-    """Outcome of drafting and verifying in one go. draft_ms: what drafting took on the device."""
+    """Outcome of drafting and verifying in one go. draft_share: part of the time that went into drafting, 0..1."""
 
     drafts: list[int]
     result: Pass
-    draft_ms: float
+    draft_share: float
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ class BegunRound(NamedTuple):
     n_rows: int
 
     def outcome(self) -> tuple[list[int], Pass, float]:
-        """Wait for it: drafts, outcome of the verify pass, milliseconds that went into drafting."""
+        """Wait for it: drafts, outcome of the verify pass, share of the time that went into drafting."""
         done = self.queued.outcome()
         if isinstance(done, DraftedPass):
-            return done.drafts, done.result, done.draft_ms
+            return done.drafts, done.result, done.draft_share
         return [], done, 0.0
 
 

@@ -196,8 +196,8 @@ class Generation:
         n, trunk, clock = self._draft_n, self._trunk, self._clock
         if self._begun is not None:
             begun, self._begun = self._begun, None
-            drafts, result, draft_ms = begun.outcome()
-            n_rows = begun.n_rows
+            drafts, result, draft_share = begun.outcome()
+            n_rows, draft_ms = begun.n_rows, draft_share * 1000.0 * (clock() - self._began)
         else:
             self._began = clock()
             drafts, n_rows = self._head.draft(n)

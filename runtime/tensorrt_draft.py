@@ -35,7 +35,7 @@ class DraftBuffers:
         taken = DeviceBuffer(options.max_rows * width * _F32_BYTES)
         self.taken = DeviceRows(taken.address, options.max_rows, width, taken)
         self.pool = RowPool(shared.stream, width)
-        self.events = Event(), Event()
+        self.events = Event(), Event(), Event()
 
 
 class TensorrtDraft:
@@ -153,8 +153,9 @@ class TensorrtDraft:
             self._shared.stream.synchronize()
             drafts = self._finish_draft(count, n)
             result = trunk.finish_verify(verified)
-            began, drafted = self._buffers.events
-            return DraftedPass(drafts, result, drafted.ms_since(began))
+            began, drafted, ended = self._buffers.events
+            share = drafted.ms_since(began) / max(ended.ms_since(began), 1e-6)
+            return DraftedPass(drafts, result, share)
 
         return self._shared.under_way.begin(finish)
 
@@ -210,12 +211,13 @@ class TensorrtDraft:
         self._shared.control.fetch()
 
     def _whole_round(self, trunk: TensorrtTrunk, count: int, n: int) -> None:
-        stream, (began, drafted) = self._shared.stream, self._buffers.events
+        stream, (began, drafted, ended) = self._shared.stream, self._buffers.events
         self._shared.control.send()
         stream.record(began)
         self._steps(count, n, trunk.hidden_rows.address)
         stream.record(drafted)
         trunk.enqueue_verify(trunk.hidden_rows[: n + 1])
+        stream.record(ended)
         self._shared.control.fetch()
 
     def _steps(self, count: int, n: int, hidden: int) -> None:

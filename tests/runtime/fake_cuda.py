@@ -163,7 +163,7 @@ class FakeCuda:
         assert flags == (stream.captured is not None)
 
         def tick() -> None:
-            self._time += 0.01
+            self._time += 1.0
             event["ms"] = self._time
 
         event["stream"] = stream
