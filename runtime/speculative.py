@@ -117,9 +117,10 @@ class Generation:
             self._tokens.append(chosen)
             return self._emit([chosen], 0)
         done, self._done_early = self._done_early or self._round(), None
-        block = self._emit(*done)
-        self._count()
-        return block
+        try:
+            return self._emit(*done)
+        finally:  # also where the next round cannot begin
+            self._count()
 
     def save(self) -> None:
         """Keep the state reached, once the prompt is read, for sequences that begin alike; where engines can resume at
@@ -210,9 +211,8 @@ class Generation:
         round_ms = 1000.0 * (clock() - self._began)
         self._head.take(block, result.hidden[: len(block)])
         self._tokens += block
-        done = Round(n, n_accept, n_rows, draft_ms, round_ms - draft_ms)
-        self._controller.observe(done)
-        self._uncounted = done
+        self._uncounted = Round(n, n_accept, n_rows, draft_ms, round_ms - draft_ms)
+        self._controller.observe(self._uncounted)
         return block, min(n_accept, len(block))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import ResourceError, UsageError
+from engines.errors import EngineError, ResourceError, UsageError
 from runtime.controller import FixedDraft
 from runtime.engine import Sampler, SharedDraft, SharedTrunk
 from runtime.engine_tensorrt import open_engines
@@ -123,6 +123,20 @@ def test_the_device_works_while_the_caller_looks(first: Pair, gpu: FakeGpu) -> N
         done = block.finish_reason is not None
         launched = gpu.cuda.calls.get("cudaGraphLaunch", 0) - before
         assert launched == bool(block.tokens and not done)
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_a_round_counts_though_the_next_cannot_begin(first: Pair, gpu: FakeGpu, n: int) -> None:
+    stats = SpecStats()
+    steps = generation(first, PROMPT, n=n, stats=stats, overlap=True)
+    for rounds in range(3):
+        while not steps.step().tokens:
+            pass
+        assert stats.verify_steps == rounds
+    gpu.cuda.errors["cudaGraphLaunch"] = 1
+    with pytest.raises(EngineError, match="cudaGraphLaunch failed"):
+        steps.step()
+    assert stats.verify_steps == 3 and stats.draft_n == 3 * n and stats.offered == [3] * n
 
 
 def test_each_sequence_has_its_own_recorded_passes(pairs: list[Pair], gpu: FakeGpu) -> None:
