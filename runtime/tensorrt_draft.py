@@ -201,9 +201,8 @@ class TensorrtDraft:
         control.draft_tokens[:count] = list(tokens)
         control.draft_row[0] = count - 1
         positions, position = control.draft_positions, self._position
-        positions[0] = position
-        for step in range(1, steps):
-            positions[step * DRAFT_POSITION] = position + count + step - 1
+        for step in range(steps):
+            positions[step * DRAFT_POSITION] = position + (count + step - 1 if step else 0)
 
     def _whole_draft(self, count: int, n: int) -> None:
         self._shared.control.send()
