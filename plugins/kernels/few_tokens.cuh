@@ -1,7 +1,7 @@
 // Dot product of 16 weight rows, one superblock wide, with 2 to 8 tokens on int8 tensor cores: what dot_affine and dot_q6_k
 // give, bit by bit, for kernels whose rows begin at 16-byte boundaries.
 //
-// Of up to four tokens the superblock is in registers before anything is computed, so that its place in the ring is free
+// A Q6_K superblock is, for up to four tokens, in registers before anything is computed: its place in the ring is free
 // early.
 #pragma once
 #include "kquant_dot.cuh"

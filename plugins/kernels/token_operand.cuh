@@ -40,8 +40,8 @@ __device__ __forceinline__ QuantWord quantize4(const float4& v, float inverse) {
 }
 
 // Sums over 32 values against the mins of Q4_K/Q5_K: sum = 1024*H + L, L in [-512, 511], |H| <= 880, digit = first +
-// 9 * rest with both in int8.  The operand's k slots 0 to 15 hold `first` and `rest` of sub-blocks 0..7 (against m), the
-// others `rest` twice (against 4m), so one m16n8k32 sums all mins exactly.
+// 9 * rest with both in int8.  The operand's k slots 0 to 15 hold `first` and `rest` of sub-blocks 0..7 (against m),
+// the others `rest` twice (against 4m), so one m16n8k32 sums all mins exactly.
 struct MinDigit {
     int first, rest;
 };
