@@ -31,19 +31,19 @@ struct SixWords {
     uint32_t low[4], high[2];          // by 16 values: word i of the low nibbles, of the high bits
     uint32_t scales[SHIFTED ? 3 : 2];  // from byte 2 on if shifted
 };
-template <bool SHIFTED, typename P>
+template <bool SHIFTED>
 struct SixReader {
-    P row, mine;                 // where words are, and the lane's
+    uint32_t row, mine;          // addresses: where words are, and the lane's
     uint32_t low, high, select;  // the next words
 
-    __device__ __forceinline__ SixReader(P r, int q)
+    __device__ __forceinline__ SixReader(uint32_t r, int q)
         : row(r - (SHIFTED ? 2 : 0)), mine(row + 4 * q), select(q ? 0x3210 : 0x5432) {
         if (SHIFTED) {
             low = load_word(mine);
             high = load_word(mine + 128);
         }
     }
-    __device__ __forceinline__ uint32_t next(uint32_t& here, P at) const {
+    __device__ __forceinline__ uint32_t next(uint32_t& here, uint32_t at) const {
         if (!SHIFTED) return load_word(at);
         const uint32_t following = load_word(at + 16), word = __byte_perm(here, following, select);
         here = following;
@@ -66,17 +66,17 @@ struct SixReader {
     }
 };
 
-// y += ..; loaded(): called when the superblock has been read; of up to four tokens before anything is computed, for
-// more there are too few registers.
-template <bool SHIFTED, int TYPE, int NT, int OPERAND, typename P, typename F>
-__device__ __forceinline__ void dot_few(P r0, P r8, const TokenOperand<OPERAND, NT>& x, float (&y)[NT][2], int q,
-                                        F loaded) {
+// y += ..  r0, r8: addresses of this superblock of rows g and g+8.  loaded(): called when it has been read; of up to four
+// tokens before anything is computed, for more there are too few registers.
+template <bool SHIFTED, int TYPE, int NT, int OPERAND, typename F>
+__device__ __forceinline__ void dot_few(uint32_t r0, uint32_t r8, const TokenOperand<OPERAND, NT>& x, float (&y)[NT][2],
+                                        int q, F loaded) {
     if constexpr (TYPE != kNEXTN_Q6_K) {
         dot_affine<TYPE>(r0, r8, x, y, q);
         loaded();
     } else {
         constexpr bool kEARLY = NT == 1;
-        SixReader<SHIFTED, P> reader[2] = {{r0, q}, {r8, q}};
+        SixReader<SHIFTED> reader[2] = {{r0, q}, {r8, q}};
         const SixWords<SHIFTED> first[2] = {reader[0].template half<0>(), reader[1].template half<0>()};
         SixWords<SHIFTED> second[2];
         uint32_t own[2], d[2];

@@ -55,8 +55,8 @@ __device__ __forceinline__ void reduce_group(const DecodeParams& p, const UnitRa
     }
 }
 
-// All tiles of the block, by one consumer warp.  own: its superblock; own_rows: where that begins in the first stage, of
-// the lane's row.
+// All tiles of the block, by one consumer warp.  own: its superblock; own_rows: address of where that begins in the first
+// stage, of the lane's row.
 template <bool SHIFTED, int TYPE, int NT>
 __device__ __forceinline__ void consume(const DecodeParams& p, const UnitRange& units, uint32_t own_rows,
                                         Barriers& ring, float* partial, const float* factor,
