@@ -48,8 +48,11 @@ class Collected:
         return self
 
 
-def open_trained(model: Exported, draft_n_max: int = 3, spec_type: str = "draft-mtp") -> Session:
-    return open_session(model.folder, spec=SpecOptions(spec_type, draft_n_max), threads=1, sequences=0)
+def open_trained(
+    model: Exported, draft_n_max: int = 3, spec_type: str = "draft-mtp", context_size: int | None = None
+) -> Session:
+    spec = SpecOptions(spec_type, draft_n_max)
+    return open_session(model.folder, context_size=context_size, spec=spec, threads=1, sequences=0)
 
 
 def grammar_compiler(session: Session) -> contextlib.closing[GrammarCompiler]:

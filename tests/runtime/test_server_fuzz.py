@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from runtime.server.service import ServiceOptions
 from tests.exported import Exported
-from tests.runtime.server import Running, serving
+from tests.runtime.server import Running, serving_session
+from tests.runtime.serving import WAIT_S, open_trained
 from tests.runtime.test_server_openai import JSON_FORMAT, NAMED, TOOLS
 
 TEXT = st.text(max_size=20) | st.sampled_from(
@@ -36,6 +37,8 @@ MESSAGE = st.one_of(
         }
     ),
 )
+ENDLESS = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "minLength": 5000}}}
+CONTEXT = 640  # tools fit, and without a limit a text that does not end takes seconds
 _WORDS = """type properties required items enum const anyOf oneOf allOf not if $ref $defs pattern format minLength
     maxLength minimum maximum multipleOf additionalProperties minProperties maxProperties title"""
 KEYWORDS = _WORDS.split()
@@ -98,7 +101,8 @@ COMPLETION = {**COMMON, "logprobs": st.integers(0, 20), "echo": st.just(False)}
 
 @pytest.fixture(scope="module")
 def server(exported: Callable[[str], Exported]) -> Iterator[Running]:
-    with serving(exported("trained"), ServiceOptions(num_sequences=2, timeout_s=30.0)) as running:
+    session = open_trained(exported("trained"), spec_type="auto", context_size=CONTEXT)
+    with serving_session(session, ServiceOptions(num_sequences=2, timeout_s=WAIT_S)) as running:
         yield running
         running.idle()
         assert running.service.scheduler.failed is None
@@ -134,6 +138,9 @@ FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCh
 @pytest.mark.slow
 @FUZZ
 @given(requests(CHAT, {"messages": st.lists(MESSAGE, min_size=1, max_size=4)}))
+@example(
+    {"max_tokens": None, "response_format": ENDLESS, "messages": [{"role": "user", "content": "What does len do?"}]}
+)
 def test_chats(server: Running, body: dict[str, Any]) -> None:
     check(server, "/v1/chat/completions", body)
 
